@@ -168,8 +168,7 @@ class MemoryLimit(NamedTuple):
     """Bytes that something optional may take, so that it does not take the memory of the model."""
 
     size: float
-    why: str
-    """What the limit is, in words."""
+    why: str  # what the limit is, in words
 
     @classmethod
     def half_of(cls, free: int) -> MemoryLimit:
@@ -218,10 +217,7 @@ def peak_memory(device: torch.device, work: Callable[[], Any]) -> int | None:
 
 
 def peak_allocated(work: Callable[[], Any]) -> int:
-    """Peak bytes that ``work`` allocates on the CPU, inside kernels and compiled code too.
-
-    Raises ``RuntimeError`` if this process is being profiled already.
-    """
+    """Peak bytes that ``work`` allocates on the CPU; RuntimeError if it is being profiled."""
     # The profiler without Kineto, which prints a line to stderr whenever it starts.
     api: Any = profiler
     only_memory = (False, True, False, False, False)  # not shapes, stacks, FLOPs and modules

@@ -42,10 +42,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def observing() -> Iterator[None]:
-    """While the instruments compute their own figures; also a decorator.
-
-    A process that stands in for a device then has the kernels of its CPU.
-    """
+    """While the instruments compute figures: a stand-in for a device then has its CPU's kernels."""
     before = is_observing()
     _thread.observing = True
     try:
@@ -63,16 +60,12 @@ class DispatchMode(TorchDispatchMode):
     """A dispatch mode; subclasses implement :meth:`handle`.
 
     Composite ops, which reach a mode under ``torch.inference_mode()``, and higher-order ops
-    (``torch.cond``) are not handled themselves: the ops inside them are. An op that has a kernel
-    for its tensors, such as nested ones, is not composite.
+    (``torch.cond``) are not handled: the ops inside them are. An op that has a kernel for its
+    tensors, such as nested ones, is not composite.
 
     Inside a handler torch turns autocast off. :func:`run_op` turns it on again for ops whose
     kernels autocast reaches without a mode, such as ``affine_grid`` or a custom op written in
     Python.
-
-    torch wraps a handler to keep Dynamo out; the wrapper imports ``torch._dynamo`` at the first op
-    (about a second) and costs microseconds at each further op. :func:`keep_dynamo_out` does
-    without.
     """
 
     supports_higher_order_operators = True
@@ -96,6 +89,8 @@ class DispatchMode(TorchDispatchMode):
             self._called.stop()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
+    # torch wraps a handler to keep Dynamo out; the wrapper imports ``torch._dynamo`` at the first op
+    # (a second) and costs microseconds at each further op. :func:`keep_dynamo_out` does without.
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
@@ -167,7 +162,9 @@ def _is_autocast_enabled(device: str) -> bool:
         return torch.is_autocast_enabled(device)
     except TypeError:
         # torch before 2.4, which the catalog measures.
-        return torch.is_autocast_cpu_enabled() if device == "cpu" else torch.is_autocast_enabled()
+        if device == "cpu":
+            return torch.is_autocast_cpu_enabled()
+        return torch.is_autocast_enabled()
 
 
 def in_place_keys(func: OpOverload) -> AutocastKeys:
@@ -188,8 +185,7 @@ def in_place_keys(func: OpOverload) -> AutocastKeys:
 
 
 class CalledFunctions:
-    """The functions written in C++ that Python is calling, noted by a profiler while autocast is
-    on.
+    """The functions written in C++ that Python is calling, noted by a profiler under autocast.
 
     Only the ops inside a composite op such as ``cdist`` reach a mode; whether autocast applies to
     their kernels depends on the composite op.
@@ -201,8 +197,7 @@ class CalledFunctions:
         self._names: list[str] = []
         # The call that was being made when profiling started, until it ends.
         self._missed: RunningCall | None = None
-        self.profiling = False
-        """Whether :meth:`pause` and :meth:`resume` do anything."""
+        self.profiling = False  # whether :meth:`pause` and :meth:`resume` do anything
 
     def is_in(self, names: frozenset[str], *, besides: str) -> bool:
         """Whether Python is calling a function of one of these names other than ``besides``."""
@@ -269,8 +264,7 @@ class RunningCall(NamedTuple):
 
     frame: int
     """The ``id`` of the frame that makes it; the frame itself would keep its variables alive."""
-    position: int
-    """The instruction that makes it."""
+    position: int  # the instruction that makes it
     names: frozenset[str]
     """What its line has loaded so far, with the function: ``cdist`` of ``torch.cdist(x, y)``."""
 

@@ -71,20 +71,17 @@ def has_kernel_for(func: OpOverload, values: Iterable[Any]) -> bool:
 
 
 def python_kernel(func: OpOverload, tensors: Sequence[torch.Tensor]) -> Any:
-    """The kernel that ``func`` runs on these tensors if registered from Python; else ``None``.
-
-    ``torch.library.custom_op`` registers one kernel for each type of device, or one for all.
-    """
+    """The kernel that ``func`` runs on these tensors if registered from Python; else ``None``."""
     devices = {tensor.device.type for tensor in tensors} - {"cpu"} or {"cpu"}
     # On meta, an op of torch.library runs the function that describes its outputs.
     if not devices <= {"cpu", *accelerators()}:
         return None
-    for key in (*(device.upper() for device in devices), EXPLICIT.name):
-        if _is_registered(func, key):
-            if _is_from_python(func, key):
-                return functools.partial(func._op_dk, getattr(torch._C.DispatchKey, key))
-            return None
-    return None
+    # ``torch.library.custom_op`` registers one kernel for each type of device, or one for all.
+    keys = (*(device.upper() for device in devices), EXPLICIT.name)
+    key = next((key for key in keys if _is_registered(func, key)), None)
+    if key is None or not _is_from_python(func, key):
+        return None
+    return functools.partial(func._op_dk, getattr(torch._C.DispatchKey, key))
 
 
 def has_python_kernel(func: OpOverload) -> bool:

@@ -66,8 +66,7 @@ class OutputComparison(NamedTuple):
     """False if the output has no number, or no integers and in fp32 too only zeros."""
     rms: float | None = None
     """Root mean square of the floating leaf of the reference that has this error, if any."""
-    leaf: int | None = None
-    """The number of that leaf."""
+    leaf: int | None = None  # the number of that leaf
 
 
 @torch_as_imported()

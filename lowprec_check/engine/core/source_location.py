@@ -118,7 +118,12 @@ def call_model(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     return output
 
 
-def call_recorded(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], line: str | None) -> Any:  # noqa: ARG001
+def call_recorded(
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    line: str | None,  # noqa: ARG001
+) -> Any:
     """Call again what the user's code called at ``line``, which ``source_lines`` then reports."""
     return call(*args, **kwargs)
 

@@ -33,8 +33,7 @@ class TensorComparison(NamedTuple):
 
     errors: list[float]
     """rel_l2 against each reference; ``inf`` if a value is not finite or the reference is 0."""
-    absmax: float
-    """Largest finite magnitude."""
+    absmax: float  # largest finite magnitude
     introduced_inf: int
     introduced_nan: int
     flushed: float | None
@@ -77,7 +76,8 @@ def compare_tensor(out: Tensor, references: Sequence[Tensor], *, count_flushed: 
         for index, square in enumerate(squares):
             totals[index] += square
         if count_flushed and references:
-            small = small.plus(_small_values(wide, parts[1], flat[0].dtype))
+            part_counts = _small_values(wide, parts[1], flat[0].dtype)
+            small = SmallValues(*map(sum, zip(small, part_counts, strict=True)))
     if max(-low, high) < _TINY and max(totals[1::2], default=1.0) < _TINY:
         return _compare_exactly(flat[0], flat[1:], count_flushed)
     errors = [math.sqrt(ratio(totals[index], totals[index + 1])) for index in range(0, len(totals), 2)]
@@ -92,20 +92,11 @@ def compare_tensor(out: Tensor, references: Sequence[Tensor], *, count_flushed: 
 class Norm:
     """The norm of a tensor, not computed yet: the norms of many tensors take one op."""
 
-    __slots__ = ("order", "tensor")
+    __slots__ = ("device", "dtype", "order", "tensor")
 
     def __init__(self, tensor: Tensor, order: float) -> None:
         self.tensor, self.order = tensor, order
-
-    @property
-    def device(self) -> torch.device:
-        """Where it is computed."""
-        return self.tensor.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the tensor."""
-        return self.tensor.dtype
+        self.device, self.dtype = tensor.device, tensor.dtype
 
 
 Figure = Tensor | Norm
@@ -193,16 +184,11 @@ def _reduce(part: Tensor, wide: Tensor, references: list[Tensor]) -> list[float]
 class SmallValues(NamedTuple):
     """Numbers of elements of a reference at the bottom of a dtype's range."""
 
-    nonzero: int = 0
-    """All that are not zero."""
+    nonzero: int = 0  # all that are not zero
     subnormal: int = 0
     """Those below the dtype's smallest normal number: they have fewer digits there, or are zero."""
     flushed: int = 0
     """Those below its smallest number that are zero in the dtype: underflow."""
-
-    def plus(self, others: SmallValues) -> SmallValues:
-        """The numbers of both together."""
-        return SmallValues(*map(sum, zip(self, others, strict=True)))
 
     def shares(self) -> tuple[float, float]:
         """The shares of the non-zeros that are flushed, and that are subnormal."""
@@ -298,9 +284,8 @@ def _compare_exactly(out: Tensor, references: list[Tensor], count_flushed: bool)
     """The comparison in fp64 over finite values; waits for an accelerator up to three times."""
     if not any(torch.stack([tensor.any() for tensor in (out, *references)]).tolist()):
         nothing = 0.0 if count_flushed and references else None
-        return TensorComparison(
-            [0.0] * len(references), 0.0, 0, 0, nothing, 0.0 if references else None, out.numel(), nothing
-        )
+        rms = 0.0 if references else None
+        return TensorComparison([0.0] * len(references), 0.0, 0, 0, nothing, rms, out.numel(), nothing)
     value = out.double()
     finite = value.isfinite()
     wide = [reference.double() for reference in references]
@@ -330,9 +315,8 @@ def _compare_exactly(out: Tensor, references: list[Tensor], count_flushed: bool)
         count, largest, total = others[-3:]
         if count:
             rms = largest * math.sqrt(total / count)
-    return TensorComparison(
-        errors, absmax, int(nonfinite - new_nan), int(new_nan), flushed, rms, value.numel(), subnormal
-    )
+    inf, nan = int(nonfinite - new_nan), int(new_nan)
+    return TensorComparison(errors, absmax, inf, nan, flushed, rms, value.numel(), subnormal)
 
 
 def nonfinite_unlike(value: Tensor, reference: Tensor) -> Tensor:

@@ -69,8 +69,7 @@ class DispatchedCall:
         """Whether low-precision values reach this op; if not, it is its own reference."""
         self.module = ""
         self.lines = SourceLines(None)
-        self.instruction = -1
-        """In the code of its line, see :func:`instruction_of`."""
+        self.instruction = -1  # in the code of its line, see :func:`instruction_of`
         self.phase: Phase | None = None
         self.outcome: CallOutcome = "ok"
         self.seconds = 0.0
@@ -180,6 +179,9 @@ class DispatchedCall:
         # CUDA takes the number of ``logit`` in fp32.
         if self.traits.packet.startswith("aten::logit") and tensors[0].device.type != "cpu":
             return None
+        # What rounds to zero, up to half the smallest subnormal number: a tie that goes to even.
+        limits = torch.finfo(tensors[0].dtype)
+        largest = limits.tiny * limits.eps / 2
         for index, name in slots:
             value = self.args[index] if index < len(self.args) else self.kwargs.get(name)
             if isinstance(value, Tensor) and name in ("min", "max") and value.device.type == "cpu" and not value.ndim:
@@ -187,16 +189,9 @@ class DispatchedCall:
                 # accelerator, reading it would wait.
                 value = float(value) if value.dtype in (torch.float32, torch.float64) else None
             for number in value if isinstance(value, (list, tuple)) else [value]:
-                if isinstance(number, (int, float)) and 0 < abs(number) <= _rounds_to_zero(tensors[0].dtype):
+                if isinstance(number, (int, float)) and 0 < abs(number) <= largest:
                     return float(number)
         return None
-
-
-@functools.cache
-def _rounds_to_zero(dtype: torch.dtype) -> float:
-    """Half the smallest subnormal number, a tie to even: the largest that rounds to zero."""
-    limits = torch.finfo(dtype)
-    return float(limits.tiny * limits.eps / 2)
 
 
 def named_arguments(func: OpOverload, args: Args, kwargs: Kwargs) -> dict[str, Any]:

@@ -47,14 +47,12 @@ _NOT_ENOUGH_MEMORY = "the activations of the model and their errors need more th
 class Read(NamedTuple):
     """A narrow tensor that an op reads, or the model returns."""
 
-    writer: int
-    """The op that wrote it, by its position on the tape."""
+    writer: int  # the op that wrote it, by its position on the tape
     energy: Tensor | None
     """What rounding the reference's values here to the tensor's dtype changes in each direction, if
     each value rounds independently: the root of the expected square. ``None``: nothing.
     """
-    widens: bool
-    """Whether the op gives wide results if this tensor is wide."""
+    widens: bool  # whether the op gives wide results if this tensor is wide
 
 
 class TapedOp(NamedTuple):
@@ -62,10 +60,8 @@ class TapedOp(NamedTuple):
 
     row: OpCall
     reads: tuple[Read, ...]
-    returned: tuple[Read, ...]
-    """Where the model returns its results."""
-    narrow: bool
-    """Whether its results are narrower than fp32."""
+    returned: tuple[Read, ...]  # where the model returns its results
+    narrow: bool  # whether its results are narrower than fp32
     by: tuple[Tensor | None, ...]
     """By each of its errors, in the order in which they were recorded."""
     energies: tuple[Tensor, Tensor] | None
@@ -85,8 +81,7 @@ class ErrorTape:
         # By storage, the position of the last node that wrote to it.
         self._writers: dict[int, int] = {}
         self._dispatch_keys = (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
-        self.stopped: str | None = None
-        """Why the tape stopped early, in words."""
+        self.stopped: str | None = None  # why the tape stopped early, in words
         self.blocked: dict[str, None] = {}
         """Ops with inputs that have errors, through which no derivative leads."""
         self._call: _TapedCall | None = None
@@ -232,11 +227,8 @@ class ErrorTape:
     def _pass_on(self, node: _Node, gradients: list[Tensor | None], buffers: GradientBuffers) -> tuple[Read, ...]:
         """Add the gradients of a node's inputs, given those of its outputs; return its reads."""
         energies: list[Tensor | None] = [None] * len(node.inputs)
-        reached = [
-            (out.values, gradient)
-            for out, gradient in zip(node.outputs, gradients, strict=True)
-            if out.values is not None and gradient is not None
-        ]
+        pairs = zip(node.outputs, gradients, strict=True)
+        reached = [(out.values, gradient) for out, gradient in pairs if out.values is not None and gradient is not None]
         leaves = [read.leaf for read in node.inputs]
         try:
             back = pulled_back([value for value, _ in reached], leaves, [gradient for _, gradient in reached])
@@ -348,12 +340,9 @@ class _Input(NamedTuple):
     """A floating tensor that an op read."""
 
     part: Part
-    leaf: Tensor
-    """Its reference values, where the graph of the op starts."""
-    narrow: torch.dtype | None
-    """Its dtype in the run, if that is narrower than fp32."""
-    written: bool
-    """Whether the op writes to it too."""
+    leaf: Tensor  # its reference values, where the graph of the op starts
+    narrow: torch.dtype | None  # its dtype in the run, if that is narrower than fp32
+    written: bool  # whether the op writes to it too
 
 
 class _Output(NamedTuple):
@@ -364,8 +353,7 @@ class _Output(NamedTuple):
     """The reference values with the graph of the op; ``None`` if no derivative leads there."""
     errors: list[Tensor | None]
     """In the order of :data:`AddedErrors`; those that turn out to be zero become ``None``."""
-    narrow: torch.dtype | None
-    """Its dtype in the run, if that is narrower than fp32."""
+    narrow: torch.dtype | None  # its dtype in the run, if that is narrower than fp32
 
 
 class _Node:

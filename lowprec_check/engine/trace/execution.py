@@ -48,7 +48,6 @@ counts if it takes longer than the second: else it may have set up the kernel.
 
 class Emulation:
     """Which ops are emulated (computed in fp32 and rounded): ``slow`` or ``crashed``, with reasons.
-
     ``measure_once`` adds slow kernels when they are found.
     """
 
@@ -87,10 +86,8 @@ class Emulation:
 
 
 class Execution:
-    """Runs op calls in the dtype ``low``; reports gaps, and to the breadcrumb when an op runs.
-
-    With ``follow_reference``, an op that fails on low-precision values returns its result on the
-    reference's values.
+    """Runs op calls in the dtype ``low``; reports gaps, and to the breadcrumb when an op runs. With
+    ``follow_reference``, an op that fails on low values returns its result on the reference's.
     """
 
     def __init__(
@@ -334,8 +331,7 @@ class PendingComplex:
 
     def __init__(self, twins: Twins, low: torch.dtype) -> None:
         self._twins, self._low = twins, low
-        self.any = False
-        """Whether any result has been pending."""
+        self.any = False  # whether any result has been pending
 
     def add(self, out: Any) -> bool:
         """Mark the complex tensors in the result of a rescue as pending; whether there are any."""

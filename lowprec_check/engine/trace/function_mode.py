@@ -25,10 +25,7 @@ from lowprec_check.schema.scan_result import Gap, GapKind
 
 
 class FunctionRescue(TorchFunctionMode):
-    """Rescues calls of torch functions that do not support a dtype; active inside a recorder's run.
-
-    In a step of training, it also widens the inputs of functions whose derivatives failed before.
-    """
+    """Rescues calls of torch functions that do not support a dtype; also in backward passes."""
 
     def __init__(self, execution: Execution, places: Places, failures: BackwardFailures) -> None:
         super().__init__()
@@ -149,10 +146,8 @@ def function_name(func: Callable[..., Any]) -> str:
 class SteppingCall(Protocol):
     """A call that is a step of training."""
 
-    phase: Phase
-    """The part that runs."""
-    on_loss: Callable[[Tensor], None]
-    """Called with the loss, before the backward pass."""
+    phase: Phase  # the part that runs
+    on_loss: Callable[[Tensor], None]  # called with the loss, before the backward pass
 
     def restart(self) -> None:
         """Forget what earlier steps left, besides the model."""

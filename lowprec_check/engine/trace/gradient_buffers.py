@@ -60,10 +60,8 @@ class GradientBuffers:
 class Part(NamedTuple):
     """The part of a storage that a tensor shows; complex values count as pairs of real ones."""
 
-    storage: int
-    """Identifies the storage for as long as a run takes."""
-    size: int
-    """Real numbers in the whole storage."""
+    storage: int  # identifies the storage for as long as a run takes
+    size: int  # real numbers in the whole storage
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -109,7 +107,9 @@ class Part(NamedTuple):
         """Stored values as the tensor shows them, conjugated and negated; or the reverse."""
         if self.is_conj:
             stored = stored.conj()
-        return -stored if self.is_neg else stored
+        if self.is_neg:
+            stored = -stored
+        return stored
 
     @property
     def is_whole(self) -> bool:

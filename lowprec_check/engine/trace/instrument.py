@@ -56,8 +56,7 @@ class Options(NamedTuple):
     on_output: Callable[[Any], None] = lambda _output: None
     """Called with what the model returns, right after each pass that reached its end."""
     seed: int = 0
-    changes_parameters: bool = False
-    """Whether calls write to parameters."""
+    changes_parameters: bool = False  # whether calls write to parameters
     budget: bool = False
     """Whether to find the ops that the output's error comes from; needs both errors of each op."""
     budget_limit: MemoryLimit | None = None
@@ -66,10 +65,8 @@ class Options(NamedTuple):
     """The tensors in the output of the plain fp32 run, or of ``probe``."""
     probe: ModuleOutput | None = None
     """The module's output to explain instead, if the model's holds nothing to compare."""
-    autocast: bool = False
-    """Whether the run is under autocast."""
-    step: SteppingCall | None = None
-    """The call, if it is a step of training."""
+    autocast: bool = False  # whether the run is under autocast
+    step: SteppingCall | None = None  # the call, if it is a step of training
     deferred: bool | None = None
     """Whether figures are read in batches; by default on an accelerator."""
 
@@ -88,10 +85,7 @@ def run_instrumented(
     options: Options,
     plain_outputs: list[Tensor] | None = None,
 ) -> Instrumented:
-    """Run with a dispatch mode; after an exception above dispatch, again with a function mode.
-
-    A derivative that fails above dispatch takes one more run for each function.
-    """
+    """Run with a dispatch mode; after an exception above dispatch, again with a function mode."""
     run = functools.partial(_pass, ready, args, kwargs, fp32, options)
     share = _ShareOfCores(options.breadcrumb)
     snapshot = Snapshot(ready.model, (args, kwargs), parameters=options.changes_parameters)
@@ -99,6 +93,7 @@ def run_instrumented(
         at_end.callback(snapshot.restore)
         found, failed_above = run(plain_outputs)
         failures = BackwardFailures()
+        # A derivative that fails above dispatch takes one more run for each function.
         while failed_above:
             snapshot.rewind()
             found, failed_above = run(None, failures)
@@ -272,10 +267,7 @@ def call_under(
     inner: contextlib.AbstractContextManager[Any] | None = None,
     on_output: Callable[[Any], None] = lambda _output: None,
 ) -> tuple[Any, BaseException | None]:
-    """The model's output under ``mode``, and in it ``inner``, in eager mode; or its exception.
-
-    ``on_output`` is called with the output after ``mode`` has ended.
-    """
+    """The model's output under ``mode`` and ``inner``, or its exception; then ``on_output``."""
     seed_everything(seed)
     try:
         with ready.context(), compiled_code_in_eager(), warnings.catch_warnings():

@@ -27,8 +27,7 @@ _CASTS = re.compile(r"_to_copy|convert_element_type")
 class Kept(NamedTuple):
     """What goes with one module in fp32; ops by their position."""
 
-    ops: frozenset[int]
-    """Those that are wide then."""
+    ops: frozenset[int]  # those that are wide then
     rounded: dict[int, float]
     """The part of the rounding of an op's results that stays, of those of which some does."""
 

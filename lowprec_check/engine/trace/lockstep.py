@@ -28,10 +28,7 @@ from lowprec_check.errors import first_line, message_of, type_name
 
 
 class Lockstep:
-    """The reference run in ``wide`` (fp32 or fp64), with an error tape of at most ``tape_limit``.
-
-    ``figures`` are those of the run that it is compared with; by default they are computed at once.
-    """
+    """The reference run in ``wide`` (fp32 or fp64); its tape holds at most ``tape_limit``."""
 
     def __init__(
         self,
@@ -106,10 +103,7 @@ class Lockstep:
         return bool(call.inputs) and all(map(self.is_constant, call.inputs))
 
     def arguments(self, call: DispatchedCall, leaf: Leaf | None = None) -> tuple[Args, Kwargs]:
-        """The arguments of ``call`` in the reference: twins of the tensors, and widened dtypes.
-
-        ``leaf`` may replace each tensor, given that of the run and its twin.
-        """
+        """The reference's arguments: twins and widened dtypes; ``leaf`` may replace each tensor."""
         wide, reference_of, before = self.twins.wide, self.twins.reference_of, call.before
 
         def reference(value: Any) -> Any:

@@ -82,12 +82,14 @@ class MagnitudeSamples:
             if not self._ops[row]:
                 continue
             powers = total[row][:_POWERS]
-            filled = [index for index, count in enumerate(powers) if count] or [-LOWEST]
-            first, last = filled[0], filled[-1] + 1
+            filled = [index for index, count in enumerate(powers) if count]
+            first = last = -LOWEST
+            if filled:
+                first, last = filled[0], filled[-1] + 1
             histogram = ModuleMagnitudes(
                 module=module,
                 lowest=LOWEST + first,
-                counts=powers[first:last] if any(powers) else [],
+                counts=powers[first:last],
                 zeros=total[row][_ZERO],
                 nonfinite=total[row][_NONFINITE],
                 ops=self._ops[row],

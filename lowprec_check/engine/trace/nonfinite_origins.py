@@ -61,9 +61,14 @@ class NonfiniteOrigins:
         """After ``call``: find the origins of Inf and NaN in ``outputs``; count the op's own."""
         wrong: dict[int, Tensor] = {}
         for index, out in enumerate(outputs):
-            where = self._wrong(call, out)
-            if where is not None:
-                wrong[index] = where
+            twin = self._twins.find_strided(out) if is_float(out) else None
+            if twin is None:
+                continue
+            compared = twin.compared.get(region_of(out))
+            is_new = bool(compared and (compared.value.introduced_inf or compared.value.introduced_nan))
+            # Earlier origins are to be forgotten, if there are any.
+            if is_new or call.held or twin.origins is not None:
+                wrong[index] = self._wrong_in(out.detach(), out)
         if not wrong:
             return
         # Without Inf and NaN in its inputs, all are its own.
@@ -80,7 +85,8 @@ class NonfiniteOrigins:
                 nan = outputs[index].isnan() & own[index]
                 row.introduced_nan += int(nan.sum())
                 row.introduced_inf += int(own[index].sum()) - int(nan.sum())
-                row.compared_values += where.numel() if row.gives_nonfinite else 0
+                if row.gives_nonfinite:
+                    row.compared_values += where.numel()
 
     def finish(self, outputs: Iterable[Tensor]) -> None:
         """At the end: note in the rows which gave the Inf and NaN in the model's ``outputs``."""
@@ -120,17 +126,6 @@ class NonfiniteOrigins:
             twin.origins = torch.zeros(count, dtype=torch.int32, device=out.device), size
         twin.origins[0].as_strided(out.shape, out.stride(), out.storage_offset()).copy_(origins)
 
-    def _wrong(self, call: DispatchedCall, out: Tensor) -> Tensor | None:
-        """Where ``out`` has new Inf or NaN; ``None`` if nowhere, with no earlier ones to forget."""
-        twin = self._twins.find_strided(out) if is_float(out) else None
-        if twin is None:
-            return None
-        compared = twin.compared.get(region_of(out))
-        is_new = bool(compared and (compared.value.introduced_inf or compared.value.introduced_nan))
-        if not is_new and not call.held and twin.origins is None:
-            return None
-        return self._wrong_in(out.detach(), out)
-
     # -- experiments
 
     def _own(self, call: DispatchedCall, outputs: list[Tensor], wrong: dict[int, Tensor]) -> dict[int, Tensor]:
@@ -147,17 +142,17 @@ class NonfiniteOrigins:
 
     def _passed_on(self, call: DispatchedCall, outputs: list[Tensor], index: int, where: Tensor, own: Tensor) -> Tensor:
         """The origins of Inf and NaN in the elements ``where``: those that cause them alone, else
-        all.
-
-        In the op's ``own`` elements, those that cause them even if the result is not rounded.
+        all. In the op's ``own`` elements, those that cause them even if the result is not rounded.
         """
         held = list(call.held.values())
         union = _union(*(read.origins for read in held))
         causes = torch.zeros_like(where, dtype=torch.int32)
         bits = [bit for bit in sorted(set(self._bits.values())) if bit & union]
+        out = outputs[index]
         # A single origin needs no experiment.
-        out, needed = outputs[index], len(bits) > 1 or bool(own.any())
-        for bit in bits if needed and bool(where.any()) else ():
+        if (len(bits) <= 1 and not bool(own.any())) or not bool(where.any()):
+            bits = []
+        for bit in bits:
             argument = functools.partial(self._kept, call, bit, _clamped)
             wide = self._trial(call, outputs, argument, rounded=False).get(index)
             if wide is not None:
@@ -182,10 +177,7 @@ class NonfiniteOrigins:
     def _trial(
         self, call: DispatchedCall, outputs: list[Tensor], argument: Callable[[Tensor], Tensor], *, rounded: bool = True
     ) -> dict[int, Tensor]:
-        """By number, what replaces the outputs if the op runs on ``argument`` of its inputs.
-
-        Empty if it fails on them. In fp32, unless ``rounded`` to the dtypes of ``outputs``.
-        """
+        """What replaces the outputs, by number, if the op runs on other inputs and succeeds."""
         writes = bool(call.before) or (call.traits.mutable and any(id(t) not in call.held for t in call.written()))
         # It writes to what has changed since, or draws other numbers.
         if writes or call.draws:

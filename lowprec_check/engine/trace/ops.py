@@ -27,32 +27,26 @@ TRAINING = 5
 class OpTraits(NamedTuple):
     """Properties of one overload."""
 
-    name: str
-    """``aten.mm.default``."""
-    packet: str
-    """``aten::mm``."""
-    of_torch: bool
-    """Is torch's own, not another package's."""
+    name: str  # ``aten.mm.default``
+    packet: str  # ``aten::mm``
+    of_torch: bool  # is torch's own, not another package's
     skipped: bool
     """Allocates without writing, or reads metadata: nothing to compare."""
     view: bool
     """Returns an alias and writes nothing, or changes how a tensor shows its storage (``t_``)."""
     mutable: bool
-    written: tuple[int | str, ...]
-    """Positions and names of the arguments that the op writes to."""
+    written: tuple[int | str, ...]  # positions and names of the arguments that the op writes to
     random: bool
     """Has the tag of ops that use random numbers; attention with a dropout of 0 has it too."""
     may_draw: bool
     """Is ``random``, or another package's, which need not declare it."""
     in_training: bool
     """Writes only in training mode, its argument number :data:`TRAINING`."""
-    moves: bool
-    """Does no arithmetic."""
+    moves: bool  # does no arithmetic
     casts: bool
     """``_to_copy`` and the like: the local error is what the cast loses."""
     selects: bool
-    calls_ops: bool
-    """Its kernel calls other ops, to which autocast applies."""
+    calls_ops: bool  # its kernel calls other ops, to which autocast applies
     computes: bool
     """Can add an error unless it draws random numbers: does not only move or cast values."""
     number_slots: tuple[tuple[int, str], ...]

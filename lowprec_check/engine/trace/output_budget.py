@@ -14,7 +14,7 @@ from torch import Tensor
 from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.core.tensor_comparison import ratio
 from lowprec_check.engine.model.plain_run import OutputPart
-from lowprec_check.engine.trace.error_tape import ErrorTape, TapedOp, squares
+from lowprec_check.engine.trace.error_tape import ErrorTape, squares
 from lowprec_check.engine.trace.kept_modules import Kept, KeptModules
 from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.engine.trace.twins import Twins
@@ -96,8 +96,7 @@ class _Leaf(NamedTuple):
     low: Tensor
     twin: Tensor
     fp32: Tensor
-    lost: str | None = None
-    """Why errors cannot be followed to it."""
+    lost: str | None = None  # why errors cannot be followed to it
 
 
 def _difference(some: Tensor, other: Tensor) -> Tensor:
@@ -131,12 +130,7 @@ class _Budget:
         if not self.error_norm:
             return ErrorBudget(predicted=0.0, measured=0.0, unexplained=0.0, output_rms=rms)
         ops = self.tape.backward([(self.leaf.low, self._directions())])
-        entries = [
-            (index, kind, change)
-            for index, op in enumerate(ops)
-            for kind, change in enumerate(op.by)
-            if change is not None
-        ]
+        entries = [(index, kind, by) for index, op in enumerate(ops) for kind, by in enumerate(op.by) if by is not None]
         along = torch.zeros(0, 1 + PROBES).double()
         if entries:
             along = torch.stack([change.to(self.error.device) for *_, change in entries]).cpu().double()
@@ -149,6 +143,14 @@ class _Budget:
             places.add(path, kept_modules.kept(path))
         listed, others = by_place(places.entries())
         across = float(total[1:].square().mean())
+        # The square of a sum of independent errors varies as that of as many equal ones as its size,
+        # squared, holds variances along itself.
+        rounding = math.fsum(share for (_, kind), share in shares.items() if kind)
+        energies = [op.energies[0][:1] for op in ops if op.energies is not None]
+        variance = float(squares(torch.cat(energies)).sum()) if energies else 0.0
+        spread = 0.0
+        if variance > 0.0 and rounding >= _LEAST_ROUNDING:
+            spread = min(1.0, math.sqrt(2.0 * variance / rounding) / self.error_norm)
         decided = float((_difference(self.leaf.twin, self.leaf.fp32) * self.error).sum())
         return ErrorBudget(
             predicted=math.sqrt(float(total[0]) ** 2 + across) / self.size,
@@ -160,17 +162,8 @@ class _Budget:
             modules=places.modules(),
             blocked=list(self.tape.blocked),
             output_rms=rms,
-            spread=self._spread(ops, math.fsum(share for (_, kind), share in shares.items() if kind)),
+            spread=spread,
         )
-
-    def _spread(self, ops: Sequence[TapedOp], rounding: float) -> float:
-        # :attr:`ErrorBudget.spread`: the square of a sum of independent errors varies as that of as
-        # many equal ones as its size, squared, holds variances along itself.
-        along = [op.energies[0][:1] for op in ops if op.energies is not None]
-        variance = float(squares(torch.cat(along)).sum()) if along else 0.0
-        if variance <= 0.0 or rounding < _LEAST_ROUNDING:
-            return 0.0
-        return min(1.0, math.sqrt(2.0 * variance / rounding) / self.error_norm)
 
     def _directions(self) -> Tensor:
         """Directions of the output: its error's, of length 1; random ones orthogonal to it."""
@@ -286,8 +279,7 @@ class Returned(NamedTuple):
     """On the storage that the ops of the model wrote, if ``lost`` is ``None``."""
     compared: Tensor
     """As it is compared with fp32's; the same object, unless its dtype is converted."""
-    lost: str | None = None
-    """Why no error can be followed to it, in words."""
+    lost: str | None = None  # why no error can be followed to it, in words
 
 
 def returned(parts: Iterable[OutputPart], twins: Twins) -> list[Returned]:

@@ -153,8 +153,7 @@ class _Batch:
     """Figures copied to the host together; norms of a column are computed by one op at the end."""
 
     def __init__(self) -> None:
-        self.nbytes = 0
-        """Memory that its comparisons hold."""
+        self.nbytes = 0  # memory that its comparisons hold
         self.held: list[_Held] = []
         self._figures: dict[Column, list[Figure]] = defaultdict(list)
         # Each with where its figures are: column, start, end.

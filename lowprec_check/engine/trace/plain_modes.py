@@ -123,8 +123,7 @@ class Draw(NamedTuple):
 
     op: str
     state: GeneratorState
-    inputs: list[Tensor]
-    """Its floating inputs, widened."""
+    inputs: list[Tensor]  # its floating inputs, widened
     outputs: list[Tensor]
 
 

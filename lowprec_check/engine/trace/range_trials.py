@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -92,7 +92,10 @@ def try_places(
                 inputs = map_tensors(inputs, lambda tensor: mode.changed(tensor) if id(tensor) in named else tensor)
             elif op.startswith("cast "):
                 path = ".".join(filter(None, (module, op.removeprefix("cast "))))
-                changed.enter_context(_changed_weight(ready, path, mode))
+                tensor = {**dict(ready.model.named_parameters()), **dict(ready.model.named_buffers())}.get(path)
+                if tensor is not None:
+                    changed.callback(setattr, tensor, "data", tensor.data)
+                    tensor.data = mode.changed(tensor.data)
             output, error = call_under(mode, ready, *inputs, seed)
         if error is not None:
             return None
@@ -128,21 +131,6 @@ def try_places(
     return trials
 
 
-@contextlib.contextmanager
-def _changed_weight(ready: Prepared, path: str, mode: _Changing) -> Iterator[None]:
-    named = {**dict(ready.model.named_parameters()), **dict(ready.model.named_buffers())}
-    tensor = named.get(path)
-    if tensor is None:
-        yield
-        return
-    before = tensor.data
-    tensor.data = mode.changed(before)
-    try:
-        yield
-    finally:
-        tensor.data = before
-
-
 class _Changing(DispatchMode):
     """Runs ops as given; at one place, results get the Inf or zeros that ``dtype`` has for them."""
 
@@ -151,10 +139,8 @@ class _Changing(DispatchMode):
         self._stack, self._place, self._dtype = stack, out_of_range.place, dtype
         self._on_line: dict[CallSite, dict[int, int]] = {}
         self._gets_inf = out_of_range.becomes == "Inf"
-        self.values = 0
-        """How many values were changed."""
-        self.called: set[tuple[str, str]] = set()
-        """The module and the name of each op."""
+        self.values = 0  # how many values were changed
+        self.called: set[tuple[str, str]] = set()  # the module and the name of each op
 
     def handle(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
         """Return the result of the op, changed if it is at the place."""

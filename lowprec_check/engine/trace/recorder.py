@@ -61,8 +61,7 @@ class Recorder(DispatchMode):
         self.lockstep, self.places, self.journal = lockstep, places, journal
         journal.before_report = self._settle
         self.emulation = emulation or Emulation()
-        self.input_storages: set[int] = set()
-        """Storages that were an input of at least one op."""
+        self.input_storages: set[int] = set()  # storages that were an input of at least one op
         self.faults: dict[str, None] = {}
         """Failures of the instruments themselves: messages, in order, each once."""
         self.drew = False
@@ -256,8 +255,8 @@ _LIKE = frozenset(
 class DataFlow:
     """The op call that last wrote each live storage: how modules are connected.
 
-    As twins, the writer of a value belongs to its *storage*: views need no handling, and an op that
-    writes in place reads what it changes, so that a chain of writes stays connected.
+    Views need no handling, and an op that writes in place reads what it changes, so that a chain of
+    writes stays connected.
     """
 
     def __init__(self) -> None:

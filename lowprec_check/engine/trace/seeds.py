@@ -26,11 +26,7 @@ _NOTABLE_FLUSHED = 0.01
 
 @observing()
 def seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor], rows: list[OpCall]) -> None:
-    """Set the twins of parameters and buffers from ``fp32``, by name; of streamed ones when read.
-
-    Adds a row ``cast weight`` for each that overflows or underflows in its cast, which no op of the
-    run shows.
-    """
+    """Set the twins of parameters and buffers from ``fp32``; add rows for casts that lose range."""
 
     def seed(
         name: str, tensor: Tensor, wide: Tensor | None, rows: list[OpCall] = rows, *, is_exact: bool = False
@@ -114,10 +110,7 @@ def _add_cast(
 
 @observing()
 def seed_inputs(lockstep: Lockstep, cast: Any, original: Any, device: torch.device) -> list[OpCall]:
-    """Set the twins of the tensors in ``cast`` from those at the same positions in ``original``.
-
-    Returns a row ``cast input`` for each that overflows or underflows in its cast.
-    """
+    """Set the twins of the inputs ``cast`` from ``original``; returns rows for lossy casts."""
     rows: list[OpCall] = []
     pairs = zip(leaves(cast), leaves(original), strict=True)
     floating = [(path, low, wide) for (path, low), (_, wide) in pairs if is_float(low) and low.dtype != wide.dtype]

@@ -66,8 +66,7 @@ class Twin:
         """See :mod:`nonfinite_origins`: by element, and the bytes of an element; ``None``: none."""
         self.serial: int | None = None
         """Identifies the storage on the error tape; ``None`` if it is not on it."""
-        self.finalizer: weakref.ref[Any] | None = None
-        """Removes the twin when its storage is freed."""
+        self.finalizer: weakref.ref[Any] | None = None  # removes the twin when its storage is freed
 
 
 class Twins:
@@ -75,8 +74,7 @@ class Twins:
 
     def __init__(self, wide: torch.dtype = torch.float32) -> None:
         self.wide = wide
-        self.by_storage: dict[int, Twin] = {}
-        """By :func:`storage_key`."""
+        self.by_storage: dict[int, Twin] = {}  # by :func:`storage_key`
 
     def seed(self, low: Tensor, reference: Tensor) -> None:
         """Make ``reference`` the twin of ``low``, in its widened dtype; it is never written to.
@@ -227,11 +225,8 @@ def _values_in(tensor: Tensor) -> int:
 
 
 def _same_layout(out: Tensor, reference: Tensor, count: int) -> bool:
-    return (
-        reference.stride() == out.stride()
-        and reference.storage_offset() == out.storage_offset()
-        and _values_in(reference) >= count
-    )
+    same = reference.stride() == out.stride() and reference.storage_offset() == out.storage_offset()
+    return same and _values_in(reference) >= count
 
 
 def _clone_storage(tensor: Tensor) -> Tensor:

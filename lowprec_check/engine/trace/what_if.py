@@ -74,7 +74,10 @@ def predict(
     seed_state(lockstep, ready.model, {}, [])
     formats = [WHAT_IF_FORMATS.get(name) for name in names]
     inputs, named = ready.inputs(args, kwargs)
-    with ModuleStack(ready.model) as stack, _unfused_attention():
+    with ModuleStack(ready.model) as stack, contextlib.ExitStack() as at_end:
+        # Transformer layers run op by op, so that their products are seen.
+        at_end.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
         mode = _WhatIfMode(lockstep, stack, formats, breadcrumb)
         output, error = call_under(mode, ready, inputs, named, seed)
     why = mode.fault
@@ -90,22 +93,10 @@ def predict(
         return unknown(names, f"following the errors failed: {type_name(failure)}: {first_line(message_of(failure))}")
 
 
-@contextlib.contextmanager
-def _unfused_attention() -> Iterator[None]:
-    """Run transformer layers op by op, so that their products are seen."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
-
-
 class _WhatIfMode(DispatchMode):
     """Runs ops as given, and records what each result would change by in each format.
 
-    The reference is the run itself. Ops that no product leads to are left out: no derivative with
-    respect to them is needed.
+    The reference is the run itself. Ops that no product leads to are left out.
     """
 
     def __init__(
@@ -113,12 +104,10 @@ class _WhatIfMode(DispatchMode):
     ) -> None:
         super().__init__()
         self.lockstep, self.stack, self.formats, self._breadcrumb = lockstep, stack, formats, breadcrumb
-        self.fault: str | None = None
-        """The first failure of the instruments, in words."""
+        self.fault: str | None = None  # the first failure of the instruments, in words
         self.fused: dict[str, None] = {}
         """Ops with products inside that are not computed in the formats."""
-        self.counts = [0] * len(formats)
-        """Products that each format applies to."""
+        self.counts = [0] * len(formats)  # products that each format applies to
 
     def handle(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
         """Return the result of the op as given."""
@@ -161,7 +150,10 @@ class _WhatIfMode(DispatchMode):
             return None
         state = state_before(call)
         self.lockstep.prepare_writes(call)
-        return _Before(results, state, widened_arguments(call, self.lockstep.twins) if state is not None else None)
+        arguments = None
+        if state is not None:
+            arguments = widened_arguments(call, self.lockstep.twins)
+        return _Before(results, state, arguments)
 
     def _record(self, call: DispatchedCall, out: Any, before: _Before) -> None:
         outputs, tape = call.results(out), self.lockstep.tape
@@ -211,7 +203,7 @@ class _Prediction:
         # Each tensor with directions: random ones for it, and zeros in those of the others.
         seeds = []
         for index, leaf in enumerate(self._leaves):
-            shape = (self._probes, *leaf.shape, *([2] if leaf.is_complex() else []))
+            shape = (self._probes, *leaf.shape, *[2] * leaf.is_complex())
             random = torch.randn(shape, generator=generator).to(leaf.device)
             if leaf.is_complex():
                 random = torch.view_as_complex(random)
