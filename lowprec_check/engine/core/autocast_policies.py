@@ -37,9 +37,7 @@ def autocast_policies(device: str, dtype: torch.dtype) -> dict[str, AutocastDtyp
     ``fp32``: it casts 16-bit inputs to fp32; ``low``: it casts fp32 inputs; ``inputs``: it casts
     mixed ones only. Empty if this build of torch or this machine lacks the device.
     """
-    key = "AutocastCPU"
-    if device != "cpu":
-        key = f"Autocast{device.upper()}"
+    key = f"Autocast{device.upper()}"
     policies: dict[str, AutocastDtype] = {}
     with contextlib.suppress(RuntimeError, AssertionError):
         torch.zeros(1, device=device)
@@ -74,7 +72,7 @@ def _cast(func: OpOverload, device: str, low: torch.dtype, dtypes: Sequence[torc
     required = [a for a in func._schema.arguments if not a.has_default_value()]
     args = [_example(argument.type, tensors) for argument in required if not argument.kwarg_only]
     kwargs = {argument.name: _example(argument.type, tensors) for argument in required if argument.kwarg_only}
-    # The arguments are wrong for many functions, which then fail after the cast, or without one.
+    # Many functions fail on these arguments, after the cast or without one.
     with torch.autocast(device, dtype=low), contextlib.suppress(_FirstCall, RuntimeError, TypeError, IndexError), mode:
         func(*args, **kwargs)
     return mode.cast_to

@@ -36,7 +36,6 @@ def graph_breaks() -> list[tuple[str, str | None]]:
         elif "Explanation:" in details:
             line_of_text = next(line for line in details.splitlines() if "Explanation:" in line)
             text = line_of_text.partition(":")[2].strip()
-        # The stack starts at the outermost frame.
         lines = [show_line(at.filename, at.lineno or 0) for at in reason.user_stack if is_user_code(at.filename)]
         breaks.append((text.rstrip("."), lines[-1] if lines else None))
     return breaks
@@ -57,10 +56,9 @@ def compiled_code_in_eager() -> contextlib.AbstractContextManager[Any]:
 
 
 def keep_dynamo_out(code: types.CodeType) -> None:
-    """Prevent Dynamo from compiling a function with this code, or what it calls.
-
-    Like ``torch._disable_dynamo`` but without a wrapper; for code that Dynamo compiled and that
-    calls the handler of a mode, as ``torch.cond`` does. No effect before torch 2.7.
+    """Prevent Dynamo from compiling a function with this code, or what it calls: without the
+    wrapper of ``torch._disable_dynamo``, for code that Dynamo compiled and that calls the handler
+    of a mode, as ``torch.cond`` does. No effect before torch 2.7.
     """
     frames: Any = torch._C._dynamo.eval_frame
     if hasattr(frames, "set_code_exec_strategy"):

@@ -148,8 +148,7 @@ def rounds_to_tf32(device: torch.device, ops: Collection[str]) -> bool:
         return False
     of_cudnn = any(map(_OF_CUDNN.search, ops))
     products = any(PRODUCTS.search(op) and not _OF_CUDNN.search(op) for op in ops)
-    # torch refuses to read the settings where the user mixed old and new ones.
-    with contextlib.suppress(RuntimeError):
+    with contextlib.suppress(RuntimeError):  # torch refuses to read the settings where the user mixed old and new ones
         cudnn_allows, cublas_allows = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
         return (of_cudnn and cudnn_allows) or (products and cublas_allows)
     return of_cudnn or products
@@ -224,8 +223,7 @@ def peak_allocated(work: Callable[[], Any]) -> int:
     settings = torch._C._profiler._ExperimentalConfig()
     api._enable_profiler_legacy(api.ProfilerConfig(api.ProfilerState.CPU, *only_memory, settings))
     try:
-        # torch warns of memory that was allocated before and is freed in the call. What the model
-        # itself prints, an earlier call has printed.
+        # torch warns of memory that was allocated before and is freed in the call.
         with _without_stderr():
             work()
     finally:

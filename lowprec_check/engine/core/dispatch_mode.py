@@ -89,8 +89,8 @@ class DispatchMode(TorchDispatchMode):
             self._called.stop()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
-    # torch wraps a handler to keep Dynamo out; the wrapper imports ``torch._dynamo`` at the first op
-    # (a second) and costs microseconds at each further op. :func:`keep_dynamo_out` does without.
+    # torch wraps a handler to keep Dynamo out, which imports ``torch._dynamo`` at the first op (a
+    # second) and costs microseconds at each further op. :func:`keep_dynamo_out` does without.
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
@@ -161,8 +161,7 @@ def _is_autocast_enabled(device: str) -> bool:
     try:
         return torch.is_autocast_enabled(device)
     except TypeError:
-        # torch before 2.4, which the catalog measures.
-        if device == "cpu":
+        if device == "cpu":  # torch before 2.4, which the catalog measures
             return torch.is_autocast_cpu_enabled()
         return torch.is_autocast_enabled()
 

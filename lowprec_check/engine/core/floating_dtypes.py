@@ -71,7 +71,6 @@ def widen(tensor: Tensor, wide: torch.dtype = torch.float32) -> Tensor:
     dtype = widened_dtype(tensor.dtype, wide)
     if tensor.dtype is dtype:
         return tensor
-    # ``float`` has fewer arguments to parse than ``to``.
     return tensor.float() if dtype is torch.float32 else tensor.to(dtype)
 
 

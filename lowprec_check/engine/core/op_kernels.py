@@ -61,9 +61,7 @@ def has_kernel_for(func: OpOverload, values: Iterable[Any]) -> bool:
             return True
         if value.is_quantized or value.layout != torch.strided:
             kinds = {torch.sparse_coo: "Sparse", torch._mkldnn: "Mkldnn"}  # type: ignore[attr-defined]
-            kind = "Quantized"
-            if not value.is_quantized:
-                kind = kinds.get(value.layout, "SparseCsr")
+            kind = "Quantized" if value.is_quantized else kinds.get(value.layout, "SparseCsr")
             key = _KEYS.get(f"{kind}{value.device.type}".lower())  # python may have no name for the key
             if key and _is_registered(func, key):
                 return True

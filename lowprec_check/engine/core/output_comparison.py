@@ -1,7 +1,6 @@
-"""The error of a model's whole output: tensors are compared in pairs, and the largest error counts.
+"""The error of a model's whole output: tensors are compared in pairs, the largest error counts.
 
-A model that replaces functions of torch (`torch.isfinite`, `Tensor.abs`) does not change the
-result.
+A model that replaces functions of torch (`torch.isfinite`) does not change the result.
 """
 
 from __future__ import annotations
@@ -57,9 +56,7 @@ class OutputComparison(NamedTuple):
 
     error: ErrorStats
     distance: float
-    """What the tolerance limits: rel_l2; without floating tensors the share of elements that
-    differ; ``inf`` if it cannot be computed.
-    """
+    """What the tolerance limits: rel_l2, or the share of integers that differ; may be ``inf``."""
     nonfinite: bool = False
     note: str | None = None
     compared: bool = True
@@ -80,12 +77,10 @@ def compare_outputs(
     """Compare the leaves of two outputs pairwise; the leaf with the largest error counts.
 
     ``called`` is what notes call the reference. A leaf that is all zeros in the reference has an
-    infinite error, which tells little: a leaf over ``tolerance`` that is not zeros counts before
-    it.
+    infinite error, which tells little: one over ``tolerance`` that is not counts before it.
 
     The distance is that of the floating leaves; without any, the share of integers and booleans
-    that differ. It is infinite if the number or shapes of the leaves differ, for instance when a
-    detector keeps another number of boxes.
+    that differ; ``inf`` if number or shapes of leaves differ, as when a detector keeps more boxes.
     """
     if not any(tensor.numel() for tensor in (*outputs, *references)):
         return OutputComparison(NOTHING, math.inf, compared=False)

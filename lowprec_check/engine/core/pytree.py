@@ -29,7 +29,6 @@ def stored(tensors: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 def leaves(value: Any, *, numbers: bool = False, shared: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield ``(path, tensor)`` for each tensor in ``value``, in a stable order; cycles only once.
-
     With ``numbers``, also Python and NumPy numbers and arrays (NumPy's, and objects that NumPy
     reads as one), as tensors: copies, or with ``shared`` on the memory of the array where possible.
     """
@@ -76,7 +75,6 @@ def _number(value: Any) -> Any:
 
 # Integers that torch cannot hold are compared by their remainders.
 _PRIME = 2**61 - 1
-# The NumPy dtype of each kind that torch can always hold.
 _WIDEST = {"b": "?", "i": "i8", "u": "u8", "f": "f8", "c": "c16"}
 
 
@@ -230,8 +228,7 @@ def _declared_slots(kind: Any) -> list[Any]:
     for owner in kind.__mro__:
         declared = vars(owner).get("__slots__", ())
         for name in [declared] if isinstance(declared, str) else declared:
-            # Python mangles the name of a private slot.
-            is_private = name.startswith("__") and not name.endswith("__")
+            is_private = name.startswith("__") and not name.endswith("__")  # python mangles the name of a private slot
             slot = vars(owner).get(f"_{owner.__name__.lstrip('_')}{name}" if is_private else name)
             if isinstance(slot, types.MemberDescriptorType):
                 slots.append(slot)
@@ -240,9 +237,7 @@ def _declared_slots(kind: Any) -> list[Any]:
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     """Return ``value`` with each tensor replaced by ``function(tensor)``, in new equal containers.
-
-    An object that cannot be copied, since its own methods fail, stays as it is if it holds no
-    tensor.
+    An object that cannot be copied, since its own methods fail, stays if it holds no tensor.
     """
     kind: Any = type(value)
     if issubclass(kind, torch.Tensor):
@@ -258,8 +253,7 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
                 for key, item in content.items():
                     mapping[key] = item
             except TypeError:
-                # A read-only mapping.
-                return content
+                return content  # a read-only mapping
             return mapping
 
         return _made(value, refilled)

@@ -92,8 +92,7 @@ def _shown(filename: str, here: str | None) -> str:
     for marker in ("site-packages" + os.sep, "dist-packages" + os.sep):
         if marker in filename:
             return encodable(filename.split(marker, 1)[1])
-    # Code made at run time (``<string>``) has no path.
-    relative = filename
+    relative = filename  # code made at run time (``<string>``) has no path
     if filename[:1] != "<" and here is not None:
         relative = os.path.relpath(filename, here)
     return encodable(os.path.basename(filename) if relative.startswith("..") else relative)
@@ -130,7 +129,6 @@ def call_recorded(
 
 def source_lines(frame: FrameType | None = None) -> SourceLines:
     """Where the op that ``frame`` calls comes from, as far as :func:`call_model`."""
-    # Hot path: every op that is recorded walks the stack.
     at: FrameType | None = frame or sys._getframe(1)
     source: str | None = None
     while at is not None:

@@ -19,9 +19,7 @@ from lowprec_check.engine.core.floating_dtypes import NARROW, as_real
 CHUNK = 1 << 19
 """Elements per chunk on a CPU: 2 MiB in fp32, which hide the start of threads and fit the cache."""
 
-
-# Elements that are counted in one op.
-_FEW = 4096
+_FEW = 4096  # elements that are counted in one op
 # Below it, values and sums of squares are compared exactly: fp32 squares below 1e-38 lose digits.
 _TINY = 1e-16
 # A divisor in place of 0, far below any value of fp32.
@@ -47,10 +45,8 @@ class TensorComparison(NamedTuple):
 
 
 def compare_tensor(out: Tensor, references: Sequence[Tensor], *, count_flushed: bool = False) -> TensorComparison:
-    """Compare ``out`` (any floating dtype) with ``references`` of its shape, in widened dtypes.
-
-    Without references, only the range is measured. ``count_flushed`` adds the shares of small
-    values.
+    """Compare ``out`` (any floating dtype) with ``references`` of its shape, in widened dtypes;
+    without any, only its range. ``count_flushed`` adds the shares of values that are too small.
     """
     flat = _flat_together([as_real(tensor) for tensor in (out, *references)])
     count = flat[0].numel()
@@ -67,7 +63,6 @@ def compare_tensor(out: Tensor, references: Sequence[Tensor], *, count_flushed: 
             parts = [tensor[start : start + size] for tensor in flat]
         wide = parts[0]
         if wide.dtype in NARROW:
-            # A whole chunk is widened into memory that is used again.
             wide = wide.float() if wide.numel() < CHUNK else _scratch(wide, 0).copy_(wide)
         smallest, largest, *squares = _reduce(parts[0], wide, parts[1:])
         if not math.isfinite(sum(squares, largest - smallest)):
@@ -104,9 +99,8 @@ Figure = Tensor | Norm
 
 
 class UnreadComparison:
-    """A comparison whose figures an accelerator still computes: nothing here waits for them.
-
-    The tensors it holds must not be written to before the figures are read: special cases reread
+    """A comparison whose figures an accelerator still computes: nothing here waits for them. It
+    holds tensors that must not be written to before the figures are read: special cases reread
     them.
     """
 
@@ -159,9 +153,7 @@ def ratio(difference: float, reference: float) -> float:
 
 def _reduce(part: Tensor, wide: Tensor, references: list[Tensor]) -> list[float]:
     """Minimum and maximum of ``part``; for each reference the squares of the difference and of
-    itself.
-
-    ``wide`` are the same values in a wider dtype; the range is found in the 16 bits, half the
+    itself. ``wide`` are the same values in a wider dtype; in 16 bits, the range takes half the
     memory.
     """
     numbers = [*(part if part.dtype.itemsize == 2 else wide).aminmax()]

@@ -299,7 +299,9 @@ def _attention(
     )
     scores = q @ k.transpose(-1, -2) / (q.shape[-1] ** 0.5)
     if mask is not None:
-        scores = scores.masked_fill(mask[:, None, None] if mask_type == _PADDING else mask, float("-inf"))
+        if mask_type == _PADDING:
+            mask = mask[:, None, None]
+        scores = scores.masked_fill(mask, float("-inf"))
     weights = scores.softmax(-1)
     out = functional.linear((weights @ v).transpose(1, 2).flatten(2), proj_weight, proj_bias)
     if need_weights:

@@ -117,13 +117,15 @@ class ErrorTape:
         values = taped.results if taped is not None and taped.call is call else []
         written = []
         for index, out in enumerate(outputs):
-            twin = self._twins.find(out) if is_float(out) else None
+            if not is_float(out):
+                continue
+            twin = self._twins.find(out)
             if twin is None or twin.constant:
                 continue
             graph = None
             if index < len(values) and values[index].shape == out.shape and values[index].requires_grad:
                 graph = values[index]
-            compact = self._compact(errors[index] if index < len(errors) else ())
+            compact = self._compact(*errors[index : index + 1])
             written.append(_Output(self._part(twin, out), graph, compact, _narrow_dtype(out)))
         inputs = taped.inputs if taped is not None else []
         # Errors that reach this op end here if no graph leads to any of its results.
@@ -174,7 +176,7 @@ class ErrorTape:
                 self._bytes -= error.nbytes
                 errors[index] = None
 
-    def _compact(self, errors: AddedErrors) -> list[Tensor | None]:
+    def _compact(self, errors: AddedErrors = ()) -> list[Tensor | None]:
         """Errors in fewer bits, without NaN and Inf; ``None`` for zeros seen without a wait."""
         compact: list[Tensor | None] = []
         for error in errors:
@@ -199,7 +201,7 @@ class ErrorTape:
         a change is the scalar product of the output's first-order change with the direction.
         """
         self._figures.settle()
-        buffers = GradientBuffers(len(seeds[0][1]) if seeds else 0)
+        buffers = GradientBuffers(max((len(directions) for _, directions in seeds), default=0))
         returned: dict[int, list[Read]] = {}
         for tensor, directions in seeds:
             twin = self._twins.find(tensor)
@@ -212,8 +214,7 @@ class ErrorTape:
                     returned.setdefault(writer, []).append(Read(writer, energy, widens=False))
         ops: list[TapedOp] = []
         with self._gradients(), warnings.catch_warnings():
-            # torch warns of missing derivatives.
-            warnings.simplefilter("ignore")
+            warnings.simplefilter("ignore")  # torch warns of missing derivatives
             while self._nodes:
                 node = self._nodes.pop()
                 gradients = [buffers.take(out.part) for out in node.outputs]
@@ -298,7 +299,9 @@ def _changes(pairs: Sequence[tuple[Tensor | None, _Output]]) -> tuple[Tensor | N
     for index in range(max((len(out.errors) for _, out in pairs), default=0)):
         products = []
         for gradient, out in pairs:
-            error = out.errors[index] if out.errors else None
+            if not out.errors:
+                continue
+            error = out.errors[index]
             if gradient is not None and error is not None:
                 real = gradient
                 if gradient.is_complex():

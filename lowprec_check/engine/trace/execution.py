@@ -113,8 +113,7 @@ class Execution:
         """Run ``call`` and return its result; sets its ``seconds`` and ``outcome``."""
         if self._emulation.includes(call):
             retry = self._retry(call)
-            # A mismatch of dtypes fails whatever the time.
-            if retry.low_precision and not retry.mixed:
+            if retry.low_precision and not retry.mixed:  # a mismatch of dtypes fails whatever the time
                 return self._emulate(call, retry)
         if self._breadcrumb is not None:
             self._breadcrumb.enter(*call.site)
@@ -240,7 +239,7 @@ class Retry:
 
     def on_cpu(self) -> Any:
         """Run on the CPU in fp32, and move the results back to the device."""
-        device = self.floating[0].device if self.floating else torch.device("cpu")
+        device = next((tensor.device for tensor in self.floating), torch.device("cpu"))
         result = self.run(lambda value: _widen(value).cpu() if isinstance(value, Tensor) else _widen(value))
         return self.narrowed(map_values(result, lambda value: value.to(device) if isinstance(value, Tensor) else value))
 

@@ -204,8 +204,10 @@ class BackwardFailures:
         if self._error is None or self._node is None:
             return False
         name = next((name for first, end, name in self._calls if first <= self._node < end), None)
-        self.unproven = name if name in self.widened else None
-        if name is None or name in self.widened:
+        self.unproven = None
+        if name in self.widened:
+            self.unproven = name
+        if name is None or self.unproven is not None:
             return False
         self.widened[name] = self._error
         return True

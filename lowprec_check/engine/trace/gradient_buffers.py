@@ -36,8 +36,7 @@ class GradientBuffers:
             if not part.overlaps:
                 part.views(buffer).add_(values)
                 return
-            # autograd adds up what the part shows several times.
-            with torch.enable_grad():
+            with torch.enable_grad():  # autograd adds up what the part shows several times
                 leaf = torch.zeros_like(buffer).requires_grad_()
                 [gradient] = pulled_back([part.views(leaf)], [leaf], [values[None]])
             if gradient is not None:
@@ -197,12 +196,13 @@ def _of_node(
         results = (results,)
     of_leaves: list[Tensor | None] = []
     for edge, leaf in zip(edges, leaves, strict=True):
-        result = None if edge is None else results[edge]
-        if result is not None:
-            if result.shape != leaf.shape:
-                result = result.sum_to_size(leaf.shape)
-            if result.is_complex() and not leaf.is_complex():
-                result = result.real
-            result = result.to(leaf.dtype)
-        of_leaves.append(result)
+        if edge is None or results[edge] is None:
+            of_leaves.append(None)
+            continue
+        result = results[edge]
+        if result.shape != leaf.shape:
+            result = result.sum_to_size(leaf.shape)
+        if result.is_complex() and not leaf.is_complex():
+            result = result.real
+        of_leaves.append(result.to(leaf.dtype))
     return of_leaves

@@ -124,8 +124,7 @@ class _ShareOfCores:
             breadcrumb.watch_threads = self._use
 
     def _use(self, limit: int) -> None:
-        # Not at each call: the model may set another number.
-        if limit != self._limit:
+        if limit != self._limit:  # not at each call: the model may set another number
             self._limit, wanted = limit, min(limit or self._most, self._most)
             self.varied |= wanted != self._most
             torch.set_num_threads(wanted)
@@ -251,7 +250,8 @@ def _with_output(
     have_references = all(out.lost is None and out.tensor is out.compared for out in outputs)
     if options.errors != "none" and not lockstep.is_partial and have_references and options.step is None:
         compared = compare_outputs(tensors, [lockstep.twins.reference_of(tensor) for tensor in tensors])
-        error = compared.error if compared.compared else None
+        if compared.compared:
+            error = compared.error
     perturbed = None
     if plain_outputs is not None:
         perturbed = not same_bits(tensors, plain_outputs)

@@ -116,7 +116,7 @@ class KeptModules:
         return wide
 
     def _reading(self, index: int) -> Sequence[tuple[int, Read]]:
-        return self._readers[index] if self._ops[index].narrow else ()
+        return [reader for reader in self._readers[index] if self._ops[index].narrow]
 
     def _energy(self, read: Read) -> float:
         return self._energies.get(id(read.energy), 0.0)

@@ -162,7 +162,6 @@ class Lockstep:
             for tensor in outputs:
                 self.twins.restart(tensor)
             return None
-        # The cast of a parameter has the parameter's own twin.
         source = call.inputs[:1]
         from_parameter = bool(call.traits.casts and source) and is_float(source[0]) and self.is_parameter(source[0])
         if from_parameter and not call.traits.mutable and call.kwargs.get("device") is None:
@@ -251,7 +250,8 @@ def _selected_dim(call: DispatchedCall, args: Args, kwargs: Kwargs) -> int | Non
     for position, argument in enumerate(call.func._schema.arguments):
         if argument.name == "dim":
             dim = args[position] if position < len(args) else kwargs.get("dim", argument.default_value)
-            return None if dim is None else int(dim)
+            if dim is not None:
+                return int(dim)
     return None
 
 

@@ -50,7 +50,6 @@ class MagnitudeSamples:
 
     def add_outputs(self, call: DispatchedCall, outputs: list[Tensor], twins: Twins) -> None:
         """Count the reference's values for the first output, unless the op gives no new ones."""
-        # Further outputs may be by-products.
         traits = call.traits
         repeats = traits.casts or traits.packet in COPIES or traits.packet == "aten::copy_"
         if repeats or not is_float(outputs[0]) or (traits.moves and not any(map(is_float, call.inputs))):
@@ -122,7 +121,9 @@ def sample(values: Tensor) -> Tensor:
     one-dimensional. The distance between them has no factor in common with their number, so that it
     falls on every channel.
     """
-    values = as_real(values.detach() if values.requires_grad else values)
+    if values.requires_grad:
+        values = values.detach()
+    values = as_real(values)
     if not (values.is_contiguous() or is_dense(values)):
         values = values.contiguous()
     count = values.numel()

@@ -32,13 +32,14 @@ class DenseProduct:
         alpha: float = 1.0,
     ) -> None:
         self.left, self.right, self.weight = left, right, weight
-        # A copy, since an op in place writes to it.
-        self._bias = None if bias is None else bias.clone()
+        self._bias = None if bias is None else bias.clone()  # a copy, since an op in place writes to it
         self._beta, self._alpha = beta, alpha
 
     def channel_dims(self, operand: int) -> tuple[int, ...]:
         """The dimensions over which the values of one output channel of an operand extend."""
-        return (-1,) if operand == 0 or self.right.ndim == 1 else (-2,)
+        if operand == 0 or self.right.ndim == 1:
+            return (-1,)
+        return (-2,)
 
     def multiply(self, left: Tensor, right: Tensor) -> Tensor:
         """The product of other operands, without bias."""
@@ -139,10 +140,11 @@ Named = dict[str, Any]
 Builder = Callable[[Named, Callable[[Tensor], bool]], MatrixProduct]
 
 
-def _dense(left: str, right: str, layer: bool, named: Named, is_constant: Callable[[Tensor], bool]) -> MatrixProduct:
-    """``layer``: whether its right operand is a weight if neither is seen to be one."""
+def _dense(
+    left: str, right: str, weight: int | None, named: Named, is_constant: Callable[[Tensor], bool]
+) -> MatrixProduct:
+    # ``weight``: which operand of a layer is its weight even if neither is seen to be one.
     operands = named[left], named[right]
-    weight = 1 if layer else None
     for index in (0, 1):
         if is_constant(operands[index]):
             weight = index
@@ -156,14 +158,14 @@ def _convolution(named: Named, _: Callable[[Tensor], bool]) -> MatrixProduct:
 
 
 _BUILDERS: dict[str, Builder] = {
-    "aten::mm": functools.partial(_dense, "self", "mat2", False),
-    "aten::bmm": functools.partial(_dense, "self", "mat2", False),
-    "aten::mv": functools.partial(_dense, "self", "vec", False),
-    "aten::addmm": functools.partial(_dense, "mat1", "mat2", True),
-    "aten::addmm_": functools.partial(_dense, "mat1", "mat2", True),
-    "aten::addmv": functools.partial(_dense, "mat", "vec", False),
-    "aten::baddbmm": functools.partial(_dense, "batch1", "batch2", False),
-    "aten::baddbmm_": functools.partial(_dense, "batch1", "batch2", False),
+    "aten::mm": functools.partial(_dense, "self", "mat2", None),
+    "aten::bmm": functools.partial(_dense, "self", "mat2", None),
+    "aten::mv": functools.partial(_dense, "self", "vec", None),
+    "aten::addmm": functools.partial(_dense, "mat1", "mat2", 1),
+    "aten::addmm_": functools.partial(_dense, "mat1", "mat2", 1),
+    "aten::addmv": functools.partial(_dense, "mat", "vec", None),
+    "aten::baddbmm": functools.partial(_dense, "batch1", "batch2", None),
+    "aten::baddbmm_": functools.partial(_dense, "batch1", "batch2", None),
     "aten::linear": lambda named, _: DenseProduct(named["input"], named["weight"].t(), 1, named.get("bias")),
     "aten::convolution": _convolution,
     "aten::_convolution": _convolution,

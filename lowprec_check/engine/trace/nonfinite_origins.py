@@ -74,13 +74,12 @@ class NonfiniteOrigins:
         # Without Inf and NaN in its inputs, all are its own.
         own = self._own(call, outputs, wrong) if call.held else dict(wrong)
         for index, where in wrong.items():
-            passed_on = None
-            if call.held:
-                passed_on = self._passed_on(call, outputs, index, where, own[index])
             origins = torch.zeros_like(where).int()
+            if call.held:
+                origins = self._passed_on(call, outputs, index, where, own[index])
             if bool(own[index].any()):
-                origins = own[index].int() * self._bit_of(row)
-            self._write(outputs[index], origins if passed_on is None else origins | passed_on)
+                origins = origins | own[index].int() * self._bit_of(row)
+            self._write(outputs[index], origins)
             if call.held and index == min(wrong):
                 nan = outputs[index].isnan() & own[index]
                 row.introduced_nan += int(nan.sum())

@@ -267,7 +267,9 @@ def widened_arguments(call: DispatchedCall, twins: Twins) -> tuple[Args, Kwargs]
         if id(value) not in written:
             return twins.widened(value) if is_float(value) else value
         result = widen(value, twins.wide) if is_float(value) else value
-        return result.clone() if result is value else result
+        if result is value:
+            return value.clone()
+        return result
 
     return map_args(call.args, call.kwargs, widened)
 
@@ -329,7 +331,9 @@ def added_errors(
                 rounding = torch.where(is_less, of_exact, rounding)
             elif bool(is_less):
                 rounding = of_exact
-        wide = out.to(exact_out.dtype) if out.dtype.itemsize == 1 else out
+        wide = out
+        if out.dtype.itemsize == 1:  # torch does not promote dtypes of 8 bits
+            wide = out.to(exact_out.dtype)
         errors.append((torch.sub(wide, exact_out).sub_(rounding), rounding))
     return errors
 
@@ -351,7 +355,6 @@ def _added_in_chunks(out: Tensor, own: Tensor, exact: Tensor) -> AddedErrors | N
     results = [torch.empty_strided(exact.shape, exact.stride(), dtype=COMPACT) for _ in range(2)]
     into = [result.as_strided((result.numel(),), (1,)) for result in results]
     square_own, square_exact, zeros = _fill(low, flat_own, flat_exact, into)
-    # Half the norm, as in :func:`added_errors`.
     if square_own < square_exact / 4:
         _, _, zeros = _fill(low, flat_exact, flat_exact, into)
     added, rounding = (None if zero else result for zero, result in zip(zeros, results, strict=True))

@@ -143,8 +143,8 @@ class _Budget:
             places.add(path, kept_modules.kept(path))
         listed, others = by_place(places.entries())
         across = float(total[1:].square().mean())
-        # The square of a sum of independent errors varies as that of as many equal ones as its size,
-        # squared, holds variances along itself.
+        # The square of a sum of independent errors varies as that of as many equal ones as its
+        # size, squared, holds variances along itself.
         rounding = math.fsum(share for (_, kind), share in shares.items() if kind)
         energies = [op.energies[0][:1] for op in ops if op.energies is not None]
         variance = float(squares(torch.cat(energies)).sum()) if energies else 0.0
@@ -249,7 +249,7 @@ class _Places:
         kept = self._kept.get(module)
         if kept is None or index not in kept.ops:
             return 0.0
-        return 1.0 - kept.rounded.get(index, 0.0) if kind else 1.0
+        return 1.0 - kind * kept.rounded.get(index, 0.0)
 
 
 def by_place(entries: Iterable[tuple[Source, float]]) -> tuple[list[Share], float]:

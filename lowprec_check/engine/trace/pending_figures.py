@@ -195,8 +195,9 @@ class _Batch:
         for column, figures in self._figures.items():
             order = column[2]
             tensors = [figure.tensor if isinstance(figure, Norm) else figure for figure in figures]
-            numbers = tensors if order is None else torch._foreach_norm(tensors, order)
-            self._copies[column] = self._to_host(torch.stack(numbers))
+            if order is not None:
+                tensors = list(torch._foreach_norm(tensors, order))
+            self._copies[column] = self._to_host(torch.stack(tensors))
         self._figures.clear()
 
     def _to_host(self, tensor: Tensor) -> Tensor:
@@ -234,7 +235,9 @@ def _stream(device: torch.device) -> Any:
     if device.type == "cpu":
         return None
     current = getattr(torch.get_device_module(device), "current_stream", None)
-    return None if current is None else (device, current(device))
+    if current is None:
+        return None
+    return (device, current(device))
 
 
 def _storage(tensor: Tensor) -> int:

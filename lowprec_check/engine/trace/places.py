@@ -76,7 +76,9 @@ class Places:
             return None
         if accumulates(node):
             owner = self._owners.get(id(node.variable))
-            return None if owner is None else OpPlace(owner)
+            if owner is None:
+                return None
+            return OpPlace(owner)
         # An op that reached no mode was called just after one that did.
         number = node._sequence_nr()
         while number >= 0 and number not in self._created:
@@ -105,7 +107,9 @@ def nodes_of(loss: Tensor) -> Iterator[Any]:
 def custom_function() -> str | None:
     """The name of the ``torch.autograd.Function`` whose ``backward`` runs; ``None`` outside."""
     function = getattr(torch._C._current_autograd_node(), "_forward_cls", None)
-    return None if function is None else str(function.__name__)
+    if function is None:
+        return None
+    return str(function.__name__)
 
 
 def accumulates(node: Any) -> bool:

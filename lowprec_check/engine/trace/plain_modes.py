@@ -65,7 +65,9 @@ def parse_withheld(specs: Iterable[str]) -> list[WithheldKernel]:
 def withholding(specs: Iterable[str]) -> contextlib.AbstractContextManager[Any]:
     """A context in which the kernels of ``specs`` are missing; does nothing for none."""
     withheld = parse_withheld(specs)
-    return _Withholding(withheld) if withheld else contextlib.nullcontext()
+    if withheld:
+        return _Withholding(withheld)
+    return contextlib.nullcontext()
 
 
 class _Withholding(DispatchMode):
@@ -170,7 +172,6 @@ class ReplayDraws(DispatchMode):
         state = state_before(call)
         if state is None:
             return call.run()
-        # The same numbers on the same inputs, if this call fits the next of the recorded run.
         draw = self._left[0] if self._left else None
         replaced = self._with_inputs_of(call, draw)
         if draw is not None:

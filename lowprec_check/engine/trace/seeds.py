@@ -61,7 +61,6 @@ def seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor], ro
         def seed_read(name: str, low: Tensor, saved: Tensor) -> None:
             dtype = widened_dtype(saved.dtype, lockstep.wide)
             wide = converted(saved, low.device, dtype) if dtype != low.dtype else None
-            # One row, however often it is read.
             seed(name, low, wide, [] if name in seen else rows, is_exact=_holds(low.dtype, saved.dtype))
             seen.add(name)
             twin = lockstep.twins.find(low)

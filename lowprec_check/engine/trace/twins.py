@@ -103,7 +103,7 @@ class Twins:
             return tensor
         start, size = tensor.data_ptr(), tensor.element_size()
         for twin in list(self.by_storage.values()):
-            storage = twin.finalizer() if twin.finalizer is not None else None
+            storage = None if twin.finalizer is None else twin.finalizer()
             if storage is None or storage.device.type != "cpu":
                 continue
             offset, base = start - storage.data_ptr(), twin.tensor
@@ -146,8 +146,7 @@ class Twins:
     def set_reference(self, out: Tensor, reference: Tensor, *, shared: bool = False) -> Twin:
         """Make ``reference`` (shape of ``out``) the twin of the storage of ``out``."""
         count = _values_in(out)
-        # What the storage would hold.
-        if out.is_conj() or out.is_neg() or reference.is_conj() or reference.is_neg():
+        if out.is_conj() or out.is_neg() or reference.is_conj() or reference.is_neg():  # what the storage would hold
             reference = _lazily_like(out, reference).resolve_conj().resolve_neg()
         if not _same_layout(out, reference, count):
             base = torch.zeros(count, dtype=reference.dtype, device=reference.device)
