@@ -179,9 +179,6 @@ class DispatchedCall:
         # CUDA takes the number of ``logit`` in fp32.
         if self.traits.packet.startswith("aten::logit") and tensors[0].device.type != "cpu":
             return None
-        # What rounds to zero, up to half the smallest subnormal number: a tie that goes to even.
-        limits = torch.finfo(tensors[0].dtype)
-        largest = limits.tiny * limits.eps / 2
         for index, name in slots:
             value = self.args[index] if index < len(self.args) else self.kwargs.get(name)
             if isinstance(value, Tensor) and name in ("min", "max") and value.device.type == "cpu" and not value.ndim:
@@ -189,8 +186,11 @@ class DispatchedCall:
                 # accelerator, reading it would wait.
                 value = float(value) if value.dtype in (torch.float32, torch.float64) else None
             for number in value if isinstance(value, (list, tuple)) else [value]:
-                if isinstance(number, (int, float)) and 0 < abs(number) <= largest:
-                    return float(number)
+                if isinstance(number, (int, float)) and number:
+                    # Half the smallest subnormal number rounds to zero, too: a tie goes to even.
+                    limits = torch.finfo(tensors[0].dtype)
+                    if abs(number) <= limits.tiny * limits.eps / 2:
+                        return float(number)
         return None
 
 

@@ -91,25 +91,25 @@ def run_instrumented(
     snapshot = Snapshot(ready.model, (args, kwargs), parameters=options.changes_parameters)
     with reads_forgotten(ready.model), contextlib.ExitStack() as at_end:
         at_end.callback(snapshot.restore)
-        found, failed_above = run(plain_outputs)
+        result, failed_above = run(plain_outputs)
         failures = BackwardFailures()
         # A derivative that fails above dispatch takes one more run for each function.
         while failed_above:
             snapshot.rewind()
-            found, failed_above = run(None, failures)
+            result, failed_above = run(None, failures)
             failed_above = failed_above and failures.learn()
         # While figures are deferred, no Inf and NaN are followed: one more pass finds those that
         # reach the output.
-        calls = found.op_calls
-        if found.complete and _is_deferred(ready, options) and any((*calls.introduced_inf, *calls.introduced_nan)):
+        calls = result.op_calls
+        if result.complete and _is_deferred(ready, options) and any((*calls.introduced_inf, *calls.introduced_nan)):
             snapshot.rewind()
             options = options._replace(deferred=False)
-            mode_failures = failures if found.function_mode else None
-            found, _ = _pass(ready, args, kwargs, fp32, options, plain_outputs, mode_failures)
-        proven = [gap for gap in found.gaps if gap.phase != "backward" or gap.op != failures.unproven]
+            mode_failures = failures if result.function_mode else None
+            result, _ = _pass(ready, args, kwargs, fp32, options, plain_outputs, mode_failures)
+        proven = [gap for gap in result.gaps if gap.phase != "backward" or gap.op != failures.unproven]
         # With another number of threads, sums may be added in another order.
-        perturbed = None if share.varied else found.perturbed
-        return msgspec.structs.replace(found, gaps=proven, perturbed=perturbed)
+        perturbed = None if share.varied else result.perturbed
+        return msgspec.structs.replace(result, gaps=proven, perturbed=perturbed)
 
 
 class _ShareOfCores:
@@ -184,7 +184,7 @@ def _pass(
             judged = returned(probed, lockstep.twins)
         recorder.finish([out.tensor for out in outputs], [out.tensor for out in judged], complete=error is None)
     called = [name for name, _ in ready.model.named_modules() if name and stack.calls[name]]
-    found = Instrumented(
+    result = Instrumented(
         gaps=journal.gaps,
         budget=_budget(judged, error, recorder, options, called) if options.budget else None,
         op_calls=journal.op_calls(),
@@ -204,9 +204,9 @@ def _pass(
         if above and failures is not None and places.phase == "backward":
             failures.failed(error)
         exception = msgspec.structs.replace(describe_error(error, ready.model), phase=places.phase)
-        return msgspec.structs.replace(found, exception=exception), above
-    comparable = plain_outputs if not (found.gaps or found.emulated or failures) else None
-    return _with_output(found, outputs, comparable, lockstep, options), False
+        return msgspec.structs.replace(result, exception=exception), above
+    comparable = plain_outputs if not (result.gaps or result.emulated or failures) else None
+    return _with_output(result, outputs, comparable, lockstep, options), False
 
 
 @observing()
@@ -233,13 +233,13 @@ def _budget(
 
 @observing()
 def _with_output(
-    found: Instrumented,
+    result: Instrumented,
     outputs: list[Returned],
     plain_outputs: list[Tensor] | None,
     lockstep: Lockstep,
     options: Options,
 ) -> Instrumented:
-    """``found`` with the output compared with the lockstep reference, and bit by bit with the plain
+    """``result`` with the output compared: with the lockstep reference, bit by bit with the plain
     run.
 
     Numbers, arrays computed outside torch, and tensors that are converted for the comparison have
@@ -255,7 +255,7 @@ def _with_output(
     perturbed = None
     if plain_outputs is not None:
         perturbed = not same_bits(tensors, plain_outputs)
-    return msgspec.structs.replace(found, perturbed=perturbed, lockstep_error=error)
+    return msgspec.structs.replace(result, perturbed=perturbed, lockstep_error=error)
 
 
 def call_under(

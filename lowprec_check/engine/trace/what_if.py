@@ -238,8 +238,8 @@ class _Prediction:
         shares, _ = by_place(zip(places, (float(part) / total for part in energy), strict=True))
         notes = [TOO_LARGE] if sizes[worst] > LARGE else []
         notes += self._left_out(blocked)
-        shown = shares[:SHOWN_SHARES]
-        return WhatIf(format=name, predicted=sizes[worst], shares=shown, note="; ".join(notes) or None)
+        listed = shares[:SHOWN_SHARES]
+        return WhatIf(format=name, predicted=sizes[worst], shares=listed, note="; ".join(notes) or None)
 
     def _left_out(self, blocked: Sequence[str]) -> Iterator[str]:
         if self._mode.fused:
