@@ -212,7 +212,7 @@ inputs = torch.randn(1, 64)
 """
 
 
-OPTIONS = ScanOptions(precisions="half", errors="none", times="off", plan=False, further_inputs=0)
+OPTIONS = ScanOptions(precisions="half", errors="none", times="off", plan=False, further_inputs=0, budget=300.0)
 
 
 def last(spec: TargetSpec, isolation: Isolation) -> ScanResult:
@@ -229,7 +229,9 @@ def test_a_model_of_the_user_keeps_its_weights(tmp_path: Path) -> None:
     assert (result.run("half").status, (result.run("half").output_rms or 1) < 1e-8) == ("inaccurate", True)
 
 
-@pytest.mark.parametrize("isolation", ["none", "fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "isolation", ["none", "fork", *(pytest.param(name, marks=pytest.mark.slow) for name in ("spawn", "shared"))]
+)
 def test_a_model_by_name_whose_output_vanishes_is_scaled(isolation: Isolation) -> None:
     import_torchvision()
     result = last(TargetSpec("torchvision:mobilenet_v3_small", ("1x3x32x32",)), isolation)
