@@ -1,16 +1,15 @@
 """Compare the shares of modules with what becomes of the error when plain torch keeps each module in fp32.
 
-    pip install -e '.[bench]' -c constraints.txt
-    python benchmarks/ablation_truth.py     # 200 generated models, and those of three libraries
+    pip install -e '.[zoo]' -c constraints.txt
+    python benchmarks/ablation_truth.py     # 200 generated models, and those of two libraries
     python benchmarks/ablation_truth.py --generated 20 --seed 1 --only generated
 
-Each model is analyzed in half, bfloat16 and under autocast to both. The truth uses none of this package's code: a copy of the model, cast
-or under autocast, with one module in fp32 whose inputs are widened and whose outputs are narrowed again (autocast: which runs without
-autocast); the share of a module is 1 - (error with it in fp32 / error)², of the tensor of the output with the largest error.
+Each model is analyzed in half, bfloat16 and under autocast to both. The truth uses none of this package's code: a copy
+of the model, cast or under autocast, with one module in fp32 whose inputs are widened and whose outputs are narrowed
+again (autocast: which runs without autocast); the share of a module is 1 - (error with it in fp32 / error)², of the
+tensor of the output with the largest error.
 
 * **Shares**: every module with a share over 0.1, by either; they agree if they differ by at most 0.12.
-  A module in fp32 also changes how all later results are rounded. In an output of few values, that alone changes the error by a third, so those
-  of fewer than 512 values are also counted apart.
 * **Main causes**: the module that is named first, and the best single module that is not larger, of those with ops of their own, nor around it.
 * **Disproved**: modules named as causes (a share of at least 0.2) without which the error is as before.
 
@@ -61,9 +60,6 @@ from generated import STEPS, LossyCast, Project, build, inputs
 
 FAR, COUNTED, NEAR = 0.12, 0.1, 0.03
 """Shares that differ by more are far; smaller ones are not compared; causes that differ by less are equally good."""
-
-FEW = 512
-"""In an output of fewer values, the error also depends on chance."""
 
 COLUMNS = ["model", "precision", "module", "share", "ablation", "difference", "spread", "measured"]
 
@@ -301,15 +297,6 @@ def render(data: Mapping[str, Any]) -> str:
     far.sort(key=lambda entry: -abs(entry[5]))
     lines += ["", "## Shares that are far from their ablation", ""]
     lines.append(tabulate(far, COLUMNS, tablefmt="github"))
-    lines += ["", "## Main causes that are not the best single module", ""]
-    worse = [
-        [row["model"], row["precision"], *row["cause"], *row["best"]]
-        for row in rows
-        if "cause" in row and row["cause"][2] < row["best"][1] - NEAR
-    ]
-    lines.append(
-        tabulate(worse, ["model", "precision", "cause", "share", "ablation", "best", "its ablation"], tablefmt="github")
-    )
     lines += [f"- {problem}" for problem in data["problems"]]
     return "\n".join(lines) + "\n"
 

@@ -1,12 +1,12 @@
 """Compare what two checkouts of this project find in the same models: ``python benchmarks/compare_scans.py OLD NEW``.
 
-OLD and NEW are folders of checkouts. Each of ``SCANS`` is scanned with both, each scan in a process of its own, and the two
-saved JSONs are compared key by key. Times are not compared with fp32 (``--times off``). Exit code 1 if anything differs that is not
-expected (``REMOVED``, ``ADDED``).
+OLD and NEW are folders of checkouts. Each of ``SCANS`` is scanned with both, each scan in a process of its own, and the
+two saved JSONs are compared key by key. Times are not compared with fp32 (``--times off``). Exit code 1 if anything
+differs that is not expected (``REMOVED``, ``ADDED``).
 
-Not compared, because it depends on time: the keys in ``TIMES``, findings that rest on measured times, and the milliseconds in texts.
-Which ops are emulated because they were slow depends on it too: where the two differ in that, both scan again, at most ``ATTEMPTS``
-times in all. The order of findings is not compared.
+Not compared, because it depends on time: the keys in ``TIMES``, findings that rest on measured times, and the
+milliseconds in texts. Which ops are emulated because they were slow depends on it too: where the two differ in that,
+both scan again, at most ``ATTEMPTS`` times in all. The order of findings is not compared.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 TRAINING = {"train_classifier": "2", "train_gan": "2", "train_language_model": "3"}
+TORCHVISION = "alexnet convnext_tiny densenet121 efficientnet_b0 mnasnet0_5 mobilenet_v3_small regnet_x_400mf "
+TORCHVISION += "shufflenet_v2_x0_5 squeezenet1_1 swin_t vgg11_bn lraspp_mobilenet_v3_large"
+TINY = "num_hidden_layers=2,hidden_size=64,num_attention_heads=4,intermediate_size=128"
 SCANS: dict[str, tuple[str, ...]] = {
     **{
         path.stem: (
@@ -36,16 +39,12 @@ SCANS: dict[str, tuple[str, ...]] = {
         for path in sorted((ROOT / "examples").glob("*.py"))
         if path.stem != "cifar_resnet50"  # it trains its model first, for minutes
     },
+    **{name: (f"torchvision:{name}", "--inputs", "1x3x64x64") for name in TORCHVISION.split()},
+    **{name: (f"transformers:{name},{TINY}",) for name in ("roberta", "llama", "vit", "qwen2", "electra")},
     "without_dot": ("examples/spade_decoder.py", "--without-kernel", "aten.dot:half"),
     "resnet18": ("torchvision:resnet18", "--inputs", "1x3x64x64"),
-    "mobilenet_v2": (
-        "torchvision:mobilenet_v2",
-        "--inputs",
-        "1x3x64x64",
-        "--memory-format",
-        "channels_last",
-    ),
-    "bert": ("transformers:bert,num_hidden_layers=2,hidden_size=64,num_attention_heads=4,intermediate_size=128",),
+    "mobilenet_v2": ("torchvision:mobilenet_v2", "--inputs", "1x3x64x64", "--memory-format", "channels_last"),
+    "bert": (f"transformers:bert,{TINY}",),
     "gpt2": ("transformers:gpt2,n_layer=2,n_embd=64,n_head=4", "-p", "bf16,autocast-bf16"),
     "jit": ("examples/masked_attention.py", "--backend", "eager,jit", "-p", "bf16,autocast-bf16"),
     "what_if": ("examples/masked_attention.py", "--what-if", "fp8-e4m3,tf32", "-p", "bf16"),
@@ -55,32 +54,18 @@ SCANS: dict[str, tuple[str, ...]] = {
 }
 """The target and options of each scan, by name; ``--device`` is added where it is not given."""
 
-TIMES = {
-    "latency_ms",
-    "latency",
-    "time_ms",
-    "reference_ms",
-    "speedup",
-    "seconds",
-    "setup_seconds",
-    "timing_conditions",
-    "tool",
-}
+TIMES = {"latency_ms", "latency", "time_ms", "reference_ms", "speedup", "seconds", "setup_seconds"}
+TIMES |= {"timing_conditions", "tool"}
 MEASURED = re.compile(r"\d[\d.,]*(?= (?:ms|s|times slower|times as fast)\b)")
 ATTEMPTS = 4
 
 REMOVED: dict[str, str] = {
-    "options.policies": "--policies was removed",
-    "policies": "--policies was removed",
+    "options.scale_weights": "weights of models by name are scaled where their output vanishes",
+    "*.disproof": "no report shows it",
 }
 """Pattern of a key's path that only OLD has: the reason."""
 
-ADDED: dict[str, tuple[Any, str]] = {
-    "options.thorough": (False, "--thorough is new"),
-    "runs.*.judged_by_one_call": (..., "one call judges what is hopelessly slow"),
-    "options.further_inputs": (0, "--further-inputs is new"),
-    "runs.*.further_inputs": (None, "--further-inputs is new"),
-}
+ADDED: dict[str, tuple[Any, str]] = {}
 """Pattern of a key's path that only NEW has: its value (``...``: any), and the reason."""
 
 MISSING = "(missing)"
@@ -99,7 +84,9 @@ def scan(checkout: Path, arguments: Sequence[str], saved: Path) -> Any:
 
 
 def scan_both(checkouts: list[Path], arguments: Sequence[str]) -> tuple[list[dict[str, Any]], list[float]]:
-    """Scan with each, again where the two found other kernels too slow to run; the results and the seconds of the last scans."""
+    """Scan with each, again where the two found other kernels too slow to run; the results and the seconds of the last
+    scans.
+    """
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(ATTEMPTS):
             results, seconds = [], []

@@ -1,18 +1,19 @@
-"""Fix generated models with planted faults: how many pass then, is fp32 the same bit for bit, and how long does it take.
+"""Fix generated models with planted faults: how many pass then, is fp32 the same bit for bit, and how long does it
+take.
 
     python benchmarks/fixes.py --models 300 --seconds 3600
 
-Each model has one or two of the faults below, in its forward, in a method, in a function, or in a module of its own. Every seventh file is odd:
-several classes, comments, tabs, Windows line ends, statements over several lines or two in one, names that are not ASCII, torch by another name.
-What the tool says is checked here, without it: the patched file is Python, and the plain model gives the same bits and gradients in fp32, and passes
-in 16 bits. The same command resumes after an interruption, and makes the models again that are named by ``--again``.
+Each model has one or two of the faults below, in its forward, in a method, in a function, or in a module of its own.
+Every seventh file is odd: several classes, comments, tabs, Windows line ends, statements over several lines or two in
+one, names that are not ASCII, torch by another name. What the tool says is checked here, without it: the patched file
+is Python, and the plain model gives the same bits and gradients in fp32, and passes in 16 bits. The same command
+resumes after an interruption.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
-import json
 import math
 import random
 import statistics
@@ -32,7 +33,9 @@ from lowprec_check.schema.options import FixOptions
 
 
 class Fault(NamedTuple):
-    """Code of ``$V``, a tensor of ``width`` × ``width``, that gives ``y``; ``$T`` is torch, ``$z`` a new name, ``$LIN`` a linear layer."""
+    """Code of ``$V``, a tensor of ``width`` × ``width``, that gives ``y``; ``$T`` is torch, ``$z`` a new name, ``$LIN``
+    a linear layer.
+    """
 
     body: str
     init: str = ""
@@ -41,21 +44,6 @@ class Fault(NamedTuple):
     """Lines in front of the class."""
 
 
-CUSTOM = """
-class $z(@T.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        wide = x * 300
-        scale = (wide * wide).mean(-1, keepdim=True).sqrt()
-        ctx.save_for_backward(wide, scale)
-        return wide / scale
-
-    @staticmethod
-    def backward(ctx, grad):
-        wide, scale = ctx.saved_tensors
-        inner = (grad * wide).mean(-1, keepdim=True)
-        return 300 * (grad / scale - wide * inner / scale**3)
-""".replace("@T", "$T")
 FREQUENCIES = 'self.register_buffer("freq", 1000.0 ** -($T.arange(0, $W, 2) / $W), persistent=False)'
 
 FAULTS: dict[str, list[Fault]] = {
@@ -116,9 +104,8 @@ FAULTS: dict[str, list[Fault]] = {
         Fault("$z = $T.arange($V.shape[0], device=$V.device)[:, None] * 700.0 * self.freq.float()\ny = $V * $z.cos().repeat_interleave(2, -1).to($V.dtype)", FREQUENCIES),
         Fault("$z = $T.arange($V.shape[0], device=$V.device)[:, None] * 700.0\n$z = ($z * self.freq.float()).sin()\ny = $V + $T.cat(($z, $z), -1).to($V.dtype)", FREQUENCIES),
     ],
-    "custom function": [Fault("y = $z.apply($V)", top=CUSTOM)],
 }  # fmt: skip
-"""By kind; ``custom function`` is planted under autocast, ``buffer`` with a blanket cast."""
+"""By kind; ``buffer`` is planted with a blanket cast."""
 
 NAMES = ("x", "hidden", "feats", "tokens_", "h1", "états", "out", "value")
 LIMITS = {"half": 1e-2, "autocast-fp16": 1e-2, "bfloat16": 5e-2}
@@ -140,15 +127,13 @@ def planted(seed: int, number: int) -> Planted:
     rng = random.Random(f"{seed}:{number}")
     kind, odd = list(FAULTS)[number % len(FAULTS)], number % 7 == 6
     precision = rng.choices(list(LIMITS), (6, 2, 2))[0]
-    if kind == "custom function":
-        precision = "autocast-fp16"
-    elif kind == "buffer":
+    if kind == "buffer":
         precision = rng.choice(("half", "bfloat16"))
     elif precision == "bfloat16" and kind not in IN_BFLOAT16:
         precision = "half"
     kinds = [kind]
     if rng.random() < 0.25:
-        kinds.append(rng.choice([other for other in FAULTS if other not in ("buffer", "custom function")]))
+        kinds.append(rng.choice([other for other in FAULTS if other != "buffer"]))
     text = source(rng, kinds, odd=odd)
     return Planted(text.replace("\n", "\r\n") if odd and rng.random() < 0.3 else text, precision, kinds, odd)
 
@@ -285,15 +270,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--jobs", type=int, default=1, help="how many models at a time")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--again", default="", help="not-fixed, or numbers with commas between them")
-    parser.add_argument("--verbose", action="store_true", help="print models that are not fixed")
     given = parser.parse_args()
     rows: list[dict[str, Any]] = saved(given.output, "rows")
     data = {"made": made(), "seed": given.seed, "rows": rows}
-    again = {int(each) for each in given.again.split(",") if each.isdecimal()}
-    if given.again == "not-fixed":
-        again = {row["number"] for row in rows if row["fails"] and not row["good"]}
-    rows[:] = [row for row in rows if row["number"] not in again]
     left = [(given.seed, number) for number in sorted(set(range(given.models)) - {row["number"] for row in rows})]
     for (_, number), row, problem in in_processes(fixed, left, given.jobs, given.seconds):
         if problem:
@@ -302,10 +281,6 @@ def main() -> int:
             continue
         rows.append(row)
         rows.sort(key=lambda each: each["number"])
-        if given.verbose:
-            print(json.dumps({k: v for k, v in row.items() if k != "diff"}), file=sys.stderr, flush=True)
-            if row["fails"] and not row["good"]:
-                print(planted(given.seed, number).text, row.get("diff"), file=sys.stderr, flush=True)
         if given.output:
             save(given.output, data, render)
     save(given.output, data, render)
@@ -340,16 +315,9 @@ def render(data: dict[str, Any]) -> str:
     ]
     failing, fixed = (Counter(kind for row in part for kind in set(row["kinds"])) for part in (counted, good))
     lines += [f"| {kind} | {failing[kind]} | {fixed[kind]} |" for kind in FAULTS]
-    lines += ["", "| change | in patches |", "|---|---:|"]
-    lines += [f"| {kind} | {n} |" for kind, n in Counter(kind for row in good for kind in row["changes"]).most_common()]
-    lost = [row for row in counted if not row["good"]]
-    if lost:
-        lines += [
-            "",
-            "Not fixed: "
-            + "; ".join(f"{row['number']} ({', '.join(row['kinds'])}, {row['precision']})" for row in lost)
-            + ".",
-        ]
+    lines += [
+        f"- not fixed: {row['number']} ({row['kinds']}, {row['precision']})" for row in counted if not row["good"]
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -1,19 +1,21 @@
-"""Kill commands at random moments, and list what they leave: processes, temporary files, shared memory, locks, lost rows.
+"""Kill commands at random moments, and list what they leave: processes, temporary files, shared memory, locks, lost
+rows.
 
     python benchmarks/kills.py                        # 300 kills, seed 0
     python benchmarks/kills.py --kills 20 --only scan,dask --seed 7
-    python benchmarks/kills.py --continue reports/kills --seconds 600
 
-Each kill starts a command of this program in a folder of its own, with a temporary folder of its own, waits for a random
-part of the time that the command takes by itself, and sends one signal: SIGINT, SIGTERM, SIGHUP or SIGKILL to the command, or
-SIGKILL to one of the processes that it has started. When the command has ended, nothing may be left within ten seconds:
+Each kill starts a command of this program in a folder of its own, with a temporary folder of its own, waits for a
+random part of the time that the command takes by itself, and sends one signal: SIGINT, SIGTERM, SIGHUP or SIGKILL to
+the command, or SIGKILL to one of the processes that it has started. When the command has ended, nothing may be left
+within ten seconds:
 
 - processes that inherited its environment, whoever their parent is now;
 - files in the temporary folder, files in the folder of the command that are no results, names in ``/dev/shm``;
 - a lock of the folder that ``compat`` writes to.
 
-Results that were saved must be complete: JSON that can be read, with a row for each run that was asked for; of ``compat``, with each row
-that it had shown. A command whose worker was killed must end by itself, with a documented exit code.
+Results that were saved must be complete: JSON that can be read, with a row for each run that was asked for; of
+``compat``, with each row that it had shown. A command whose worker was killed must end by itself, with a documented
+exit code.
 
 Only on Linux. Writes OUTPUT.md and OUTPUT.json with every kill; exits with 1 if anything was left or lost.
 """
@@ -130,7 +132,6 @@ COMMANDS = {
         f"{_SCAN.replace('model', 'starts')} -p half,bf16 --no-plan", ("half eager", "bfloat16 eager")
     ),
     "scan --backend inductor": Command(f"{_SCAN} -p bf16 --backend inductor --no-plan", ("bfloat16 inductor",)),
-    "scan --backend int8": Command(f"{_SCAN} -p fp32 --backend int8 --no-plan"),
     "scan --train": Command(f"{_SCAN} -p half,amp-bf16 --train --no-plan", ("half eager", "autocast-bf16 eager")),
     "scan --device cuda": Command(f"{_SCAN} -p half --device cuda --no-plan", ("half eager",)),
     "plan": Command("plan model.py --base cast --budget 60"),
@@ -155,14 +156,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=7200.0, help="end before the next kill after this time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="commands, by name, comma-separated")
-    parser.add_argument("--continue", dest="earlier", type=Path, help="add to the kills in this JSON (without suffix)")
     options = parser.parse_args()
     names = [name for name in COMMANDS if not options.only or name in options.only.split(",")]
-    earlier = json.loads(options.earlier.with_suffix(".json").read_text()) if options.earlier else {}
-    kills: list[dict[str, Any]] = earlier.get("kills", [])
-    seconds: dict[str, float] = earlier.get("seconds", {})
+    kills: list[dict[str, Any]] = []
+    seconds: dict[str, float] = {}
     end = time.monotonic() + options.seconds
-    for number in range(len(kills), options.kills):
+    for number in range(options.kills):
         if time.monotonic() > end:
             break
         choice = random.Random(f"{options.seed} {number}")
@@ -321,7 +320,6 @@ def kill(name: str, way: str, seconds: float, choice: random.Random) -> dict[str
     if way == "worker":
         workers = sorted(process.pid for process in running.processes())
         victim = choice.choice(workers) if workers else victim
-    killed = describe_process(victim) if way == "worker" else ""
     sent = running.process.poll() is None
     if sent:
         try:
@@ -340,35 +338,14 @@ def kill(name: str, way: str, seconds: float, choice: random.Random) -> dict[str
         "command": name,
         "signal": way,
         "sent": sent,
-        "killed": killed,
         "moment": round(moment / seconds, 3),
         "exit": running.process.returncode,
         "end_seconds": round(time.monotonic() - started, 2),
         "left": hangs + running.left(),
         "lost": running.lost(),
     }
-    if found["left"] or found["lost"]:
-        found["errors"] = running.errors()[-2000:]
     shutil.rmtree(running.folder, ignore_errors=True)
     return found
-
-
-def describe_process(pid: int) -> str:
-    """Which kind of process: the guardian, a compiler, a fork of the command."""
-    try:
-        words = psutil.Process(pid).cmdline()
-    except psutil.Error:
-        return "ended"
-    if "-I" in words:
-        return "guardian"
-    for word, kind in (
-        ("compile_worker", "compile worker"),
-        ("resource_tracker", "resource tracker"),
-        ("cc1plus", "compiler"),
-    ):
-        if any(word in one for one in words):
-            return kind
-    return "fork or fresh interpreter" if words and "python" in words[0] else Path(words[0]).name if words else "ended"
 
 
 # -- The report
@@ -376,7 +353,7 @@ def describe_process(pid: int) -> str:
 
 def described(kill: Mapping[str, Any]) -> str:
     """A kill on one line."""
-    what = f"SIGKILL to {kill['killed']}" if kill["signal"] == "worker" else kill["signal"]
+    what = "SIGKILL to a worker" if kill["signal"] == "worker" else kill["signal"]
     sent = "" if kill["sent"] else " (had ended)"
     return f"{kill['command']}, {what}{sent} at {kill['moment']:.0%}: exit {kill['exit']} after {kill['end_seconds']} s, left {kill['left'] or 'nothing'}, lost {kill['lost'] or 'nothing'}"
 

@@ -78,11 +78,9 @@ def cases() -> Iterator[Case]:
         return Case(f"{name}, bad: {', '.join(bad)}", make_target(with_bad_layers(model, bad), image))
 
     yield planted("resnet50", "layer1.0.conv2")
-    yield planted("resnet50", "layer3.4.bn2")
     yield planted("resnet50", "fc")
     yield planted("resnet50", "layer1.2.conv1", "layer3.0.downsample.0", "layer4.1.conv2")
     yield planted("densenet121", "features.denseblock3.denselayer7.conv1")
-    yield planted("vgg16_bn", "features.10", "classifier.3")
     yield Case(
         "examples/t5_feed_forward.py", load_spec(TargetSpec("examples/t5_feed_forward.py"), 0), "fp16", "autocast"
     )
@@ -146,8 +144,6 @@ def render(data: dict[str, Any]) -> str:
         "- median of all trials: {:g}, without predictions {:g}".format(*medians),
         f"- generated models with one planted fault that need a plan: {generated['need a plan']}; trials, median and largest: "
         "{:g} and {}, without predictions {:g} and {}".format(*generated["trials"], *generated["trials without"]),
-        f"- of these, plans larger than without predictions: {generated['larger']}, smaller: {generated['smaller']}",
-        f"- models for which only one of the two searches finds a plan: {generated['only one']}",
     ]
     return "\n".join(lines) + "\n"
 
@@ -173,9 +169,6 @@ def totals_of(found: list[tuple[Result, Result]]) -> dict[str, Any]:
         "need a plan": len(needed),
         "trials": [statistics.median(trials), max(trials)],
         "trials without": [statistics.median(without), max(without)],
-        "larger": sum((new.kept or 0) > (old.kept or 0) for new, old in needed),
-        "smaller": sum((new.kept or 0) < (old.kept or 0) for new, old in needed),
-        "only one": sum(bool(new.kept) != bool(old.kept) for new, old in found),
     }
 
 

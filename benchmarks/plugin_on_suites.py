@@ -6,8 +6,7 @@ FOLDER holds the sources, one folder a project: for those whose source distribut
 --no-deps timm gpytorch einops``, unpacked; for the others a checkout of their repository (kornia, tensordict, diffusers). The projects
 themselves are installed in this environment, with ``onnx`` and ``onnxruntime``.
 
-Each suite runs plain, then in each of three rounds with coverage, with a dispatch mode that does nothing and plain again, and
-last with every call replayed bare in half (``suite_plugins.py``). Told are
+Each suite runs plain, then in each of three rounds with coverage and plain again, and last with every call replayed bare in half (``suite_plugins.py``). Told are
 
 - tests whose outcome, or text of failure, differs in a run with coverage from the plain runs, which agree with each other;
 - the cells of the table that every bare call confirms: "yes" if all of its calls run in half, "no" if none does;
@@ -145,16 +144,15 @@ def measure(name: str, sources: Path, device: str, rounds: int) -> dict[str, Any
     """Run one suite ``3 * rounds + 2`` times."""
     suite = SUITES[name]
     folder = _folder(suite, sources)
-    plain, watched, empty = [run(suite, folder, device)], [], []
+    plain, watched = [run(suite, folder, device)], []
     for _ in range(rounds):
         watched.append(run(suite, folder, device, _watched(device)))
-        empty.append(run(suite, folder, device, mode="empty"))
         plain.append(run(suite, folder, device))
     replayed = run(suite, folder, device, mode="replay")["replayed"]
-    in_all = set.intersection(*(set(result["tests"]) for result in (*plain, *watched, *empty)))
+    in_all = set.intersection(*(set(result["tests"]) for result in (*plain, *watched)))
     seconds = {
         way: [sum(result["tests"][test].get("seconds", 0.0) for test in in_all) for result in results]
-        for way, results in (("plain", plain), ("coverage", watched), ("empty mode", empty))
+        for way, results in (("plain", plain), ("coverage", watched))
     }
     around = [statistics.mean(pair) for pair in itertools.pairwise(seconds["plain"])]
     coverage = watched[-1]["coverage"]
@@ -164,7 +162,6 @@ def measure(name: str, sources: Path, device: str, rounds: int) -> dict[str, Any
         "tests": len(plain[0]["tests"]),
         "changed": changed(plain, watched),
         "ratio": statistics.median(map(operator.truediv, seconds["coverage"], around)),
-        "empty_ratio": statistics.median(map(operator.truediv, seconds["empty mode"], around)),
         "plain_spread": max(seconds["plain"]) / min(seconds["plain"]),
         "seconds": seconds,
         "operators": len(coverage["ops"]),
@@ -188,7 +185,7 @@ def render(data: dict[str, Any]) -> str:
     lines = [
         *head("The plugin on other projects' test suites", data),
         "| suite | tests | changed by coverage | yes: confirmed by bare calls | no | in part, replayed | "
-        "not known that fail | time × plain (empty mode) | slowest ÷ fastest plain run | JSON |",
+        "not known that fail | time × plain | slowest ÷ fastest plain run | JSON |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, found in results.items():
@@ -197,17 +194,11 @@ def render(data: dict[str, Any]) -> str:
         lines.append(
             f"| {name} {found['version']} | {found['tests']} | {len(found['changed'])} | {yes[1]} of {yes[0]} | {no[1]} of {no[0]} "
             f"| {some[0]} | {len(found['unknown_that_fail'])} | {found['ratio']:.2f} "
-            f"({found['empty_ratio']:.2f}) | {found['plain_spread']:.2f} | {found['bytes'] / 1000:.0f} kB |"
+            f"| {found['plain_spread']:.2f} | {found['bytes'] / 1000:.0f} kB |"
         )
     for name, found in results.items():
         wrong = [op for _, _, ops in found["cells"].values() for op in ops]
-        for title, entries in (
-            ("Changed", found["changed"]),
-            ("Not confirmed (calls that ran + failed)", wrong),
-            ("Not known, fail", found["unknown_that_fail"]),
-        ):
-            if entries:
-                lines += ["", f"## {name}: {title}", "", *(f"- `{entry}`" for entry in entries)]
+        lines += [f"- {name}: `{entry}`" for entry in (*found["changed"], *wrong, *found["unknown_that_fail"])]
     return "\n".join(lines) + "\n"
 
 
@@ -217,7 +208,7 @@ def main() -> None:
     parser.add_argument("--sources", type=Path, required=True)
     parser.add_argument("--suite", choices=[*SUITES], action="append", help="default: all")
     parser.add_argument("--device", default="cpu", help="where kornia's and timm's tests run, and what is looked up")
-    parser.add_argument("--rounds", type=int, default=3, help="of runs with coverage, with an empty mode, and plain")
+    parser.add_argument("--rounds", type=int, default=3, help="of runs with coverage and plain")
     given = parser.parse_args()
     saved = given.output and given.output.with_suffix(".json")
     results: dict[str, Any] = json.loads(saved.read_text())["suites"] if saved and saved.exists() else {}

@@ -1,4 +1,5 @@
-"""Training scripts as people write them, small enough for 300 steps in seconds: a loop or a Lightning module, with the task that it trains.
+"""Training scripts as people write them, small enough for 300 steps in seconds: a loop or a Lightning module, with the
+task that it trains.
 
 :data:`SCRIPTS` has the text of each by name. Some comments are marks: the lines from ``# forward`` to ``# end`` compute the loss,
 ``# optimizer`` is where the model is complete, and ``# clip`` is before gradients are clipped. :func:`rewritten` is the script as its author would write it for a precision.
@@ -70,15 +71,6 @@ criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
 """,
         "images, labels = batch\nloss = criterion(model(images), labels)",
     ),
-    "regression": Task(
-        """
-def make_data():
-    x = torch.randn(1024, 8)
-    return TensorDataset(x, x.sin().sum(1, keepdim=True))
-def make_model(): return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.LayerNorm(32), nn.Linear(32, 1))
-""",
-        "features, target = batch\nprediction = model(features)\nloss = F.mse_loss(prediction, target)",
-    ),
     "language-model": Task(
         """
 def make_data():
@@ -100,25 +92,6 @@ def make_model(): return LanguageModel()
 """,
         "ids = batch[0]\nlogits = model(ids[:, :-1])\nloss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())",
     ),
-    "segmentation": Task(
-        """
-def make_data():
-    x = F.avg_pool2d(torch.randn(256, 1, 12, 12), 3, 1, 1)
-    return TensorDataset(x, (F.avg_pool2d(x, 3, 1, 1) > 0).float())
-class Segmenter(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.down, self.up, self.out = nn.Conv2d(1, 12, 3, 2, 1), nn.ConvTranspose2d(12, 12, 2, 2), nn.Conv2d(13, 1, 3, padding=1)
-    def forward(self, x): return {"out": self.out(torch.cat([self.up(self.down(x).relu()).relu(), x], 1))}
-def make_model(): return Segmenter()
-def dice(logits, mask):
-    found = logits.sigmoid()
-    return 1 - (2 * found * mask).mean() / (found + mask).mean()
-""",
-        """x, mask = batch
-logits = model(x)["out"]
-loss = dice(logits.float(), mask.float()) + F.binary_cross_entropy_with_logits(logits.float(), mask.float())""",
-    ),
 }
 
 OPTIMIZERS = {
@@ -128,7 +101,6 @@ OPTIMIZERS = {
     "adamw": "torch.optim.AdamW(PARAMETERS, lr=3e-3, weight_decay=0.01)",
     "groups": 'torch.optim.AdamW([{"params": [p for p in PARAMETERS if p.ndim > 1], "weight_decay": 0.1}, '
     '{"params": [p for p in PARAMETERS if p.ndim <= 1], "weight_decay": 0.0}], lr=3e-3)',
-    "rmsprop": "torch.optim.RMSprop(PARAMETERS, lr=1e-3)",
 }
 
 STYLES = {
@@ -218,41 +190,6 @@ for epoch in range(1000):
             optimizer.zero_grad()
             print(number, file=open("steps.log", "a"))
 """,
-    "evaluated": """
-data = make_data()
-training, test = torch.utils.data.random_split(data, [len(data) - 64, 64])
-loader, test_loader = DataLoader(training, batch_size=32, shuffle=True), DataLoader(test, batch_size=64)
-
-@torch.no_grad()
-def evaluate(model):
-    model.eval()
-    total = 0.0
-    for batch in test_loader:
-        # forward
-        FORWARD
-        # end
-        total += loss.item()
-    model.train()
-    return total / len(test_loader)
-
-model = make_model()
-# optimizer
-optimizer = OPTIMIZER
-best, step = evaluate(model), 0
-for epoch in range(1000):
-    for batch in loader:
-        optimizer.zero_grad()
-        # forward
-        FORWARD
-        # end
-        loss.backward()
-        optimizer.step()
-        print(step, file=open("steps.log", "a"))
-        step += 1
-        if step % 25 == 4 and (found := evaluate(model)) < best:
-            best = found
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "ckpt.pt")
-""",
     "lightning": """
 import lightning as L
 class Module(L.LightningModule):
@@ -290,7 +227,8 @@ _DTYPES = {"bf16": "torch.bfloat16", "bfloat16": "torch.bfloat16", "fp16": "torc
 
 
 def rewritten(text: str, precision: str, scale: float | None = None) -> str:
-    """The script for ``precision``: with the switch of its framework, else autocast around the lines that compute the loss, or casts.
+    """The script for ``precision``: with the switch of its framework, else autocast around the lines that compute the
+    loss, or casts.
 
     ``scale`` is the initial scale of a ``GradScaler``, which needs a loop of the script's own.
     """
@@ -329,24 +267,18 @@ SCRIPTS: dict[str, str] = {
     for style, task, optimizer in (
         ("flat", "classifier", "sgd"),
         ("main", "images", "momentum"),
-        ("main", "segmentation", "adamw"),
         ("clipped", "language-model", "adamw"),
         ("accumulated", "classifier", "momentum"),
         ("accumulated", "language-model", "groups"),
-        ("evaluated", "segmentation", "adam"),
-        ("evaluated", "images", "adamw"),
-        ("main", "regression", "rmsprop"),
         ("lightning", "classifier", "sgd"),
         ("lightning", "language-model", "groups"),
         ("flat", "images", "adam"),
         ("clipped", "images", "momentum"),
-        ("flat", "regression", "sgd"),
     )
 }
 WRITTEN_FOR: dict[str, tuple[str, float | None]] = {
     "script flat/images/adam": ("autocast-bf16", None),
     "script clipped/images/momentum": ("autocast-fp16", 1024.0),
-    "script flat/regression/sgd": ("autocast-fp16", 256.0),
 }
 """Scripts that are scanned as they are written for a precision, and the initial scale of their ``GradScaler``."""
 
@@ -359,10 +291,11 @@ class Done(BaseException):
 
 
 def train(text: str, steps: int, draws: bool) -> tuple[list[float], list[Tensor]]:
-    """Run a script for so many steps of all its optimizers: the loss of each step, and copies of their parameters, at first and at last.
+    """Run a script for so many steps of all its optimizers: the loss of each step, and copies of their parameters, at
+    first and at last.
 
-    Losses of several ``backward()`` for a step are added up. With ``draws``, each step has the seed that a scan gives it. The run ends
-    early after a loss that is not finite.
+    Losses of several ``backward()`` for a step are added up. With ``draws``, each step has the seed that a scan gives
+    it. The run ends early after a loss that is not finite.
     """
     losses, pending, weights, found = list[float](), list[Tensor](), list[Tensor](), list[torch.optim.Optimizer]()
     several = max(1, len(re.findall(r"torch\.optim\.[A-Z]", text)))
@@ -414,10 +347,7 @@ def train(text: str, steps: int, draws: bool) -> tuple[list[float], list[Tensor]
         if len(losses) == steps or not math.isfinite(losses[-1]):
             raise Done
 
-    hooks = [
-        register_optimizer_step_pre_hook(before),
-        register_optimizer_step_post_hook(after),
-    ]
+    hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
     torch.autograd.backward, torch.amp.GradScaler.scale, nn.Module.__call__ = backward, scale, call  # type: ignore[assignment, method-assign]
     try:
         exec(compile(text, "train.py", "exec"), {"__name__": "__main__"})

@@ -1,32 +1,29 @@
-"""Compare scans of training with plain loops that do not use this program: figures of 8 steps, and what becomes of 300.
+"""Compare scans of training scripts with the scripts themselves: figures of 8 steps, and what becomes of 300.
 
-    python benchmarks/training_truth.py                     # all set-ups
-    python benchmarks/training_truth.py --only gan lstm --minutes 10
-    python benchmarks/training_truth.py --jobs 16   # as many at a time, each on one core
+    python benchmarks/training_truth.py                     # all scripts
+    python benchmarks/training_truth.py --only lightning --minutes 10 --jobs 16
 
-Each set-up of ``training_setups.py`` is a file that is scanned for 8 steps, then trained by loops of torch alone; each of
-``training_scripts.py`` is a script, whose own steps are observed, then run as it is rewritten for each precision:
+The steps of each of ``training_scripts.py`` are observed by a scan; then the script is run as it is rewritten for each
+precision:
 
-- *figures*: the losses of fp32 and of the first way of each precision are those of a loop with the same seeds, bit for bit; and how far the
-  weights end from those of fp32 is the same;
+- *figures*: the losses of fp32 and of the first way of each precision are those of the script with the same seeds, and how far the weights
+  end from those of fp32 is the same;
 - *recommended*: after 300 steps, the mean of the last 30 losses of the recommended way is within the 99.5 % prediction interval of eight
   fp32 runs with other initial weights, batches and random draws;
 - *false errors*: a run with an error LP507 or LP502 whose first way ends in that interval;
 - *missed*: the first way of ``bfloat16`` passes the scan and ends outside;
 - *left*: a script made no step after those that were observed, and the files that it writes to are as they were before.
 
-Gradients that a script accumulates over several backward passes are added up in another order than in the scan, and so are those of two
-calls in Lightning, which turns off autocast's cache of casts: losses may differ by twice the roundoff of the precision.
+Gradients that are accumulated over several backward passes are added up in another order than in the scan, and
+Lightning turns off autocast's cache of casts: losses may differ by twice the roundoff of the precision.
 
-Runs on the CPU alone. Saves after each set-up, and stops after ``--minutes``; the same command resumes.
+Runs on the CPU alone. Saves after each script, and stops after ``--minutes``; the same command resumes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
-import inspect
 import io
 import logging
 import math
@@ -37,18 +34,15 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import torch
 from shared import head, in_processes, made, parser_of, save, saved
-from tabulate import tabulate
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch import Tensor
 from training_scripts import SCRIPTS, WRITTEN_FOR, rewritten, train
-from training_setups import SETUPS
 
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
 from lowprec_check.engine.run.target_source import load_here
@@ -65,14 +59,14 @@ QUANTILE = 4.03
 LOW = ("bfloat16", "autocast-bf16", "half", "autocast-fp16")
 JUDGED = ("LP507", "LP502")
 SECONDS = 900
-"""For a set-up."""
+"""For a script."""
 
 
-# -- plain loops
+# -- a script, run plainly
 
 
 class Trained(NamedTuple):
-    """What a loop gave: the loss before each step and after the last, and the weights, first and last."""
+    """What a script gave: the loss before each step and after the last, and the weights, first and last."""
 
     losses: list[float]
     first: Tensor
@@ -84,106 +78,17 @@ class Trained(NamedTuple):
         return self.last - self.first
 
 
-def loop(
-    text: str, seed: int, steps: int, precision: str = "fp32", way: str = "plain", scale: float = 65536.0
-) -> Trained:
-    """Train the model of the file ``text``, whose seed is replaced by ``seed``; other seeds get other batches."""
-    space: dict[str, Any] = {}
-    torch.manual_seed(seed)
-    exec(compile(text.replace("torch.manual_seed(0)", f"torch.manual_seed({seed})"), "setup.py", "exec"), space)
-    model: nn.Module = (space.get("model") or space["make_model"]()).train()
-    kind, _, short = precision.partition("-")
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.half, "bfloat16": torch.bfloat16, "half": torch.half}.get(
-        short or kind
-    )
-    cast = dtype if kind in ("bfloat16", "half") else None
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    copies = [nn.Parameter(parameter.detach().clone()) for parameter in trained] if "master" in way else None
-    if cast is not None:
-        model.to(cast)
-    optimizer = space["optimizer"](copies or trained)
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale) if "scale" in way else None
-    batches, losses, number, skipped = batches_of(space, seed), list[float](), 0, 0
-    first = flat(copies or trained)
-    start = batch = next(batches)
-    while len(losses) < steps:
-        torch.manual_seed(1_000_003 * number + seed)
-        model.zero_grad()
-        with torch.autocast("cpu", dtype=dtype) if kind == "autocast" else contextlib.nullcontext():
-            loss = loss_of(space, model, batch, cast)
-        (loss if scaler is None else scaler.scale(loss)).backward()
-        if copies is not None:
-            for copy, parameter in zip(copies, trained, strict=True):
-                copy.grad = None if parameter.grad is None else parameter.grad.float()
-        before = None if scaler is None else scaler.get_scale()
-        if scaler is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
-        if copies is not None:
-            with torch.no_grad():
-                for copy, parameter in zip(copies, trained, strict=True):
-                    parameter.copy_(copy)
-        if before is not None and scaler is not None and scaler.get_scale() < before and skipped < 24:
-            skipped += 1  # a scan repeats a step that is skipped
-            continue
-        losses.append(float(loss.detach()))
-        if not math.isfinite(losses[-1]):
-            return Trained(losses, first, flat(copies or trained))
-        number, batch = number + 1, next(batches)
-    torch.manual_seed(1_000_003 * number + seed)
-    with torch.autocast("cpu", dtype=dtype) if kind == "autocast" else contextlib.nullcontext():
-        losses.append(float(loss_of(space, model, start, cast).detach()))  # a scan has as many batches as steps
-    return Trained(losses, first, flat(copies or trained))
-
-
-def batches_of(space: dict[str, Any], seed: int) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """Endless batches: the inputs of the model, and targets."""
-    given, number = space["inputs"], 5000 * seed
-    if isinstance(given, DataLoader):
-        known = [(batch[0], tuple(batch[1:])) for batch in given]
-        generator = torch.Generator().manual_seed(seed)
-        while True:
-            order = torch.randperm(len(known), generator=generator).tolist() if seed else range(len(known))
-            yield from (known[index] for index in order)
-    while True:
-        yield (given(number) if callable(given) else given), ()
-        number += 1
-
-
-def loss_of(space: dict[str, Any], model: nn.Module, batch: Any, cast: torch.dtype | None) -> Any:
-    """The loss of the file on a batch; of a file without one, cross-entropy with random labels, or what the model returns."""
-
-    def low(value: Any) -> Any:
-        return value.to(cast) if cast is not None and value.is_floating_point() else value
-
-    inputs, targets = batch
-    named = {name: low(value) for name, value in inputs.items()} if isinstance(inputs, dict) else {}
-    args = () if named else tuple(map(low, inputs if isinstance(inputs, tuple) else (inputs,)))
-    output, loss = model(*args, **named), space.get("loss")
-    if isinstance(output, dict):
-        return output["loss"]
-    if loss is None:
-        labels = torch.randint(0, output.shape[1], output.shape[:1], generator=torch.Generator().manual_seed(0))
-        return nn.functional.cross_entropy(output, labels)
-    if isinstance(loss, nn.Module):
-        return loss(output, *map(low, targets))
-    return loss(output) if len(inspect.signature(loss).parameters) == 1 else loss(output, *args)
-
-
 def flat(tensors: list[Any]) -> Tensor:
     """All values, in fp64."""
     return torch.cat([tensor.detach().reshape(-1).double() for tensor in tensors])
 
 
-# -- scripts
-
-
 def run_script(
     text: str, draws: bool, seed: int, steps: int, precision: str = "fp32", way: str = "plain", scale: float = 65536.0
 ) -> Trained:
-    """The same of a script, which ``draws`` random numbers; raises :class:`NotWrittenError` for a way that its framework has not."""
+    """Run the script, which ``draws`` random numbers; raises :class:`NotWrittenError` for a way that its framework has
+    not.
+    """
     if way != "plain" and ("loss.backward()" not in text or "scale" not in way or "master" in way):
         raise NotWrittenError(way)
     text = rewritten(text, precision, scale if "scale" in way else None)
@@ -200,23 +105,23 @@ class NotWrittenError(Exception):
 KEPT = {"ckpt.pt": "a checkpoint of last week", "log.csv": "the losses of last week"}
 
 
-# -- one set-up
+# -- one script
 
 
-def scanned(text: str, steps: int = 0) -> ScanResult:
-    """A scan of the file in the current folder; of a script, ``steps`` are observed."""
+def scanned(text: str) -> ScanResult:
+    """A scan of the script in the current folder, whose first steps are observed."""
     path = Path("train.py").absolute()
     path.write_text(text, encoding="utf-8")
     options = ScanOptions(train=True, steps=SHORT, device="cpu", times="off", errors="none", plan=False)
-    return scan_target(load_here(TargetSpec(str(path), steps=steps), 0), "none", options)
+    return scan_target(load_here(TargetSpec(str(path), steps=SHORT), 0), "none", options)
 
 
 Loop = Callable[..., Trained]
 """Called with the seed, the number of steps, the precision, the way and the loss scale."""
 
 
-def figures(train: Loop, result: ScanResult, *, is_script: bool, exact: bool) -> list[dict[str, Any]]:
-    """For fp32 and each precision, whether the losses and the distance of the scan are those of a loop."""
+def figures(train: Loop, result: ScanResult, *, exact: bool) -> list[dict[str, Any]]:
+    """For fp32 and each precision, whether the losses and the distance of the scan are those of the script."""
     base, rows = train(0, SHORT), []
     for run in result.runs:
         way = run.training.ways[0] if run.training is not None and run.training.ways else None
@@ -226,7 +131,7 @@ def figures(train: Loop, result: ScanResult, *, is_script: bool, exact: bool) ->
             mine = base if run.is_reference else train(0, SHORT, run.precision, way.name, way.initial_scale or 65536.0)
         except NotWrittenError:
             continue
-        if (is_script and way.skipped_steps) or (not exact and way.status == "nonfinite"):
+        if way.skipped_steps or (not exact and way.status == "nonfinite"):
             continue  # a scan repeats a step that is skipped; what explodes magnifies the order of a sum
         rounding = 0.0 if exact else 1e-5 if run.is_reference else 2 * PRECISIONS.get(run.precision).format.roundoff
         found = [math.nan if loss is None else loss for loss in way.losses]
@@ -236,12 +141,12 @@ def figures(train: Loop, result: ScanResult, *, is_script: bool, exact: bool) ->
         )
         row: dict[str, Any] = {"precision": run.precision, "losses": same}
         if not same:
-            row["detail"] = f"{found} in the scan, {mine.losses} in the loop"
+            row["detail"] = f"{found} in the scan, {mine.losses} in the script"
         if exact and way.distances and not run.is_reference and math.isfinite(mine.losses[-1]):
             distance = float((mine.moved - base.moved).norm() / base.moved.norm())
             row["distance"] = abs(distance - way.distances[-1]) <= 1e-3 * distance
             if not row["distance"]:
-                row["detail"] = f"{way.distances[-1]:.4g} in the scan, {distance:.4g} in the loop"
+                row["detail"] = f"{way.distances[-1]:.4g} in the scan, {distance:.4g} in the script"
         rows.append(row)
     return rows
 
@@ -252,33 +157,30 @@ def end_of(trained: Trained) -> float:
 
 
 def compare(name: str) -> dict[str, Any]:
-    """One set-up, in a folder of its own, which becomes the current one."""
-    started, sys.argv, is_script = time.monotonic(), ["train.py"], name in SCRIPTS
+    """One script, in a folder of its own, which becomes the current one."""
+    started, sys.argv = time.monotonic(), ["train.py"]
     sys.stdout = io.StringIO()
     os.chdir(tempfile.mkdtemp())
     for file, content in KEPT.items():
         Path(file).write_text(content, encoding="utf-8")
-    text = SCRIPTS[name] if is_script else SETUPS[name]
-    train: Loop = functools.partial(run_script, text, "dropout" in name) if is_script else functools.partial(loop, text)
-    result = scanned(rewritten(text, *WRITTEN_FOR.get(name, ("fp32",))), SHORT * is_script)
+    text = SCRIPTS[name]
+    train: Loop = functools.partial(run_script, text, "dropout" in name)
+    result = scanned(rewritten(text, *WRITTEN_FOR.get(name, ("fp32",))))
     setup, best = result.training, result.recommendation
     assert setup is not None, [(run.status, run.exception, run.notes) for run in result.runs]
     seconds = time.monotonic() - started
     row: dict[str, Any] = {
         "scan_seconds": round(seconds, 1),
         "varied": setup.varied,
-        "seeds": setup.seeds,
-        "loss_tells": setup.loss_tells,
     }
-    if is_script:
-        assert setup.script, "its steps were not observed"
-        log = Path("steps.log")
-        made = len(log.read_text(encoding="utf-8").splitlines()) if log.exists() else None
-        kept = all(Path(file).read_text(encoding="utf-8") == content for file, content in KEPT.items())
-        row["left"] = kept and made in (None, SHORT - 1)
+    assert setup.script, "its steps were not observed"
+    log = Path("steps.log")
+    made = len(log.read_text(encoding="utf-8").splitlines()) if log.exists() else None
+    kept = all(Path(file).read_text(encoding="utf-8") == content for file, content in KEPT.items())
+    row["left"] = kept and made in (None, SHORT - 1)
     row["statuses"] = {run.precision: run.status for run in result.runs}
     exact = "accumul" not in name
-    row["figures"] = figures(train, result, is_script=is_script, exact=exact)
+    row["figures"] = figures(train, result, exact=exact)
     ends = [end_of(train(seed, LONG)) for seed in range(1, SEEDS + 1)]
     half = QUANTILE * statistics.stdev(ends) * math.sqrt(1 + 1 / SEEDS)
     low, high = statistics.fmean(ends) - half, statistics.fmean(ends) + half
@@ -330,21 +232,16 @@ def error_codes(result: ScanResult, run: Run) -> list[str]:
 
 
 def main() -> None:
-    """Compare the set-ups, one optimizer of each task after another, and save after each."""
+    """Compare the scripts, and save after each."""
     parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="*", help="parts of names")
-    parser.add_argument("--jobs", type=int, default=1, help="how many set-ups at a time (default: 1)")
+    parser.add_argument("--jobs", type=int, default=1, help="how many scripts at a time (default: 1)")
     parser.add_argument("--minutes", type=float, default=240.0)
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.INFO)
-    names = [name for name in (*SETUPS, *SCRIPTS) if not options.only or any(part in name for part in options.only)]
-    tasks = [name.partition("/")[0] for name in names]
-    order = [
-        (sum(other.startswith(task + "/") for other in names[:number]), number) for number, task in enumerate(tasks)
-    ]
-    names = [names[number] for _, number in sorted(order)]
+    names = [name for name in SCRIPTS if not options.only or any(part in name for part in options.only)]
     rows, problems = saved(options.output, "setups"), list[str]()
     known = {row["setup"] for row in rows}
     data: dict[str, Any] = {"made": made(), "total": len(names)}
@@ -378,61 +275,29 @@ def totals(data: dict[str, Any]) -> list[str]:
     left = [row["left"] for row in rows if "left" in row]
     runs = sum(len(row["statuses"]) - 1 for row in rows)
     return [
-        f"- set-ups: {len(rows)} of {data['total']}, {len(data['problems'])} failed",
-        f"- scripts: {len(left)}; left in the step that was asked for, with all files as they were: {sum(left)}",
-        f"- losses equal those of a loop: {sum(cell['losses'] for cell in cells)} of {len(cells)} runs",
-        f"- distances of the weights equal those of a loop: {sum(cell['distance'] for cell in distances)} of {len(distances)}",
+        f"- scripts: {len(rows)} of {data['total']}, {len(data['problems'])} failed",
+        f"- left in the step that was asked for, with all files as they were: {sum(left)} of {len(left)}",
+        f"- losses equal those of the script: {sum(cell['losses'] for cell in cells)} of {len(cells)} runs",
+        f"- distances of the weights equal those of the script: {sum(cell['distance'] for cell in distances)} of {len(distances)}",
         f"- **recommended way inside the interval of eight seeds after {LONG} steps: {sum(each['inside'] for each in advised)} of "
         f"{len(advised)}** (between the smallest and the largest of them: {sum(each['in_range'] for each in advised)}; fp32 from seed 0: "
         f"{sum(row['fp32']['inside'] for row in rows)} of {len(rows)} inside, {sum(row['fp32']['in_range'] for row in rows)} between)",
         f"- **false errors LP507 and LP502: {len(false)}**, of {len(errors)} errors in {runs} runs"
         + "".join(f"; {name} {found['precision']} ({', '.join(found['codes'])})" for name, found in false),
         f"- `bfloat16` as it is passes the scan and ends outside: {sum(not each['inside'] for each in passed)} of {len(passed)}",
-        f"- scans that say that {SHORT} steps cannot tell whether the loss falls: {sum(not row['loss_tells'] for row in rows)} of {len(rows)}",
     ]
 
 
 def render(data: dict[str, Any]) -> str:
     """The report as Markdown."""
-
-    def of(found: dict[str, Any] | None) -> str:
-        if found is None:
-            return "–"
-        if "inside" not in found:
-            return f"{found['precision']}, {found['way']}: not possible in its framework on a CPU"
-        end = "not finite" if found.get("end") is None else f"{found['end']:.4g}"
-        end = found.get("raises", end)
-        return f"{found['precision']}, {found['way']}: {end}{'' if found['inside'] else ' **outside**'}"
-
-    table = [
-        [
-            row["setup"],
-            ", ".join(row["varied"]),
-            f"{sum(cell['losses'] for cell in row['figures'])}/{len(row['figures'])}",
-            f"{row['interval'][0]:.4g} – {row['interval'][1]:.4g}",
-            of(row.get("recommended")),
-            "; ".join(f"{', '.join(found['codes'])} {of(found)}" for found in row["errors"]) or "–",
-        ]
-        for row in data["setups"]
-    ]
-    header = [
-        "set-up",
-        "varied",
-        "losses equal",
-        f"eight seeds after {LONG} steps",
-        "recommended",
-        "errors LP507, LP502",
-    ]
     return "\n".join(
         [
-            *head("Scans of training against plain loops", data),
+            *head("Scans of training scripts against the scripts", data),
             f"Scans of {SHORT} steps; the mean of the last {LAST} losses after {LONG} steps, against the 99.5 % prediction interval of eight fp32 runs",
             "with other initial weights, batches and random draws.",
             "",
             *totals(data),
             *(f"  - {problem}" for problem in data["problems"]),
-            "",
-            tabulate(table, header, tablefmt="github"),
             "",
         ]
     )

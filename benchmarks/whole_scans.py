@@ -1,14 +1,14 @@
 """Whole scans, as a user waits for them: seconds to the first row and to the end, and where they go.
 
     python benchmarks/whole_scans.py --rounds 5 --output whole-scans
-    python benchmarks/whole_scans.py --device cuda --cases mlp,bert,qwen
+    python benchmarks/whole_scans.py --device cuda --cases mlp,bert
     python benchmarks/whole_scans.py --cases mlp,resnet50 --checkouts ../old,.   # two checkouts in turns
 
-Each scan is the command ``lowprec-check scan`` in a process of its own, and a figure is the median of the rounds. The cost that
-cannot be avoided is measured beside it: a process that imports torch, loads the model and calls it five times in fp32 and in each precision
-that the hardware accelerates. ``processor`` is the processor time of the command and all its processes, which
-other programs change less. The first row is that of the first precision after fp32. Steps are shown as progress; those of a run are
-``op by op`` while an op runs under the instruments.
+Each scan is the command ``lowprec-check scan`` in a process of its own, and a figure is the median of the rounds. The
+cost that cannot be avoided is measured beside it: a process that imports torch, loads the model and calls it five times
+in fp32 and in each precision that the hardware accelerates. ``processor`` is the processor time of the command and all
+its processes, which other programs change less. The first row is that of the first precision after fp32. Steps are
+shown as progress; those of a run are ``op by op`` while an op runs under the instruments.
 """
 
 from __future__ import annotations
@@ -45,56 +45,14 @@ torch.manual_seed(0)
 model = BertModel(BertConfig()).eval()
 inputs = {"input_ids": torch.randint(0, 30000, (1, 128))}
 """
-DECODER = """
-import torch
-from torch import nn
-
-def block(channels, out):
-    return nn.Sequential(
-        nn.InstanceNorm2d(channels), nn.LeakyReLU(0.2), nn.Conv2d(channels, channels, 3, padding=1),
-        nn.InstanceNorm2d(channels), nn.LeakyReLU(0.2), nn.Conv2d(channels, out, 3, padding=1),
-    )
-
-def up(channels):
-    return nn.Sequential(nn.Upsample(scale_factor=2), block(channels, channels // 2))
-
-torch.manual_seed(0)
-middle = [block(512, 512) for _ in range(11)]
-model = nn.Sequential(nn.Conv2d(64, 512, 3, padding=1), *middle, up(512), up(256), up(128), up(64), nn.Conv2d(32, 3, 3)).eval()
-inputs = torch.randn(1, 64, 32, 32)
-"""
-QWEN = """
-import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
-
-torch.manual_seed(0)
-config = Qwen2Config(
-    hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4, use_cache=False
-)
-with torch.device("cuda"):
-    model = Qwen2ForCausalLM(config).eval()
-inputs = {"input_ids": torch.randint(0, 30000, (1, 128))}
-"""
 CASES: dict[str, tuple[str, ...]] = {
     "mlp": (MLP,),
     "resnet50": ("torchvision:resnet50", "--inputs", "1x3x224x224"),
     "bert": (BERT,),
     "spade": ("examples/spade_decoder.py",),
-    "decoder": (DECODER,),
     "detector": ("torchvision:fasterrcnn_resnet50_fpn",),
-    "qwen": (QWEN, "-p", "bf16,half", "--plan"),
 }
 """The target of each scan, or the text of its file, and further options."""
-
-ABOUT = {
-    "mlp": "MLP",
-    "resnet50": "ResNet-50, one image of 224²",
-    "bert": "BERT-base, 128 tokens",
-    "spade": "SPADE decoder of the README",
-    "decoder": "decoder of 55 M parameters, 512² image",
-    "detector": "Faster R-CNN, one image of 320²",
-    "qwen": "Qwen2 of 7.6 B parameters, two precisions and a plan",
-}
 
 WATCHED = """
 import json, os, sys, time
@@ -165,16 +123,13 @@ for dtype, autocast in rows:
 def main() -> None:
     """Run the cases and print their figures."""
     parser = parser_of(__doc__)
-    parser.add_argument("--cases", help=f"of {', '.join(CASES)}; default: all but qwen on a CPU, all on an accelerator")
+    parser.add_argument("--cases", default=",".join(CASES), help="with commas")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--limit", type=float, default=900.0, help="seconds after which a scan is ended")
     parser.add_argument("--checkouts", default=str(ROOT), help="folders of checkouts that are compared, with commas")
-    parser.add_argument("--options", default="", help="further options of each scan, separated by spaces")
     given = parser.parse_args()
-    cases = (
-        given.cases.split(",") if given.cases else [name for name in CASES if name != "qwen" or given.device != "cpu"]
-    )
+    cases = given.cases.split(",")
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for name in cases:
@@ -184,7 +139,7 @@ def main() -> None:
                 print(f"{name}: {error}", flush=True)
                 continue
             results += found
-            print(text_of(found), flush=True)
+            print(tabulate(found, "keys"), flush=True)
     save(given.output, {"made": made(given.device), "results": results}, render)
 
 
@@ -203,7 +158,7 @@ def measured(name: str, folder: Path, given: argparse.Namespace) -> list[dict[st
     for _ in range(given.rounds):
         plain.append(plain_seconds([target, given.device, *shapes]))
         for checkout in checkouts:
-            command = ["scan", target, *options, "--device", given.device, *given.options.split(), "--fail-on", "never"]
+            command = ["scan", target, *options, "--device", given.device, "--fail-on", "never"]
             scans[checkout].append(scanned(checkout, command, folder, given.limit))
     normal = statistics.median(plain)
     return [
@@ -216,7 +171,6 @@ def measured(name: str, folder: Path, given: argparse.Namespace) -> list[dict[st
                 for key in ("start", "first row", "rows", "end", "processor")
             },
             "ratio": round(statistics.median(found["end"] for found in rounds) / normal, 2),
-            "told": rounds[-1]["told"],
             "status": rounds[-1]["status"],
             "steps": rounds[-1]["steps"],
         }
@@ -264,24 +218,15 @@ def scanned(checkout: Path, command: list[str], folder: Path, limit: float) -> d
         raise subprocess.CalledProcessError(ended.returncode, ["lowprec-check", *command[6:]], stderr=said)
     found, result = json.loads(events.read_bytes()), json.loads(saved.read_bytes())
     rows = found["rows"]
-    speedups = [run["latency"] and run["latency"]["speedup"] for run in result["runs"][1:] if run["latency"]]
     return {
         "start": rows[0][0],
         "first row": next((at for at, count in rows if count > 1), end),
         "rows": next((at for at, count in rows if count == rows[-1][1]), end),
         "end": end,
         "processor": (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime),
-        "told": f"{sum(is_told(each) for each in speedups)} of {len(speedups)}",
         "status": {run["precision"]: run["status"] for run in result["runs"]},
         "steps": steps(found["events"], end),
     }
-
-
-def is_told(speedup: dict[str, Any] | None) -> bool:
-    """Whether a ratio to fp32 can be told."""
-    from lowprec_check.analysis.speed import judged
-
-    return speedup is not None and judged(speedup["median"], speedup["low"], speedup["high"]).told != "noisy"
 
 
 def steps(events: list[Any], end: float) -> dict[str, float]:
@@ -299,16 +244,6 @@ def steps(events: list[Any], end: float) -> dict[str, float]:
     return {name: round(seconds, 1) for name, seconds in spent.most_common() if seconds >= 0.05}
 
 
-def text_of(results: list[dict[str, Any]]) -> str:
-    """One line per result, and where its time goes."""
-    return "\n".join(
-        f"{found['case']:9} {found['checkout']:8} plain {found['plain']:6.1f}  fp32 {found['start']:6.1f}  first row {found['first row']:6.1f}  "
-        f"rows {found['rows']:6.1f}  end {found['end']:6.1f}  ratio {found['ratio']:5.2f}  processor {found['processor']:6.1f}  "
-        f"told {found['told']}\n          " + ", ".join(f"{name} {seconds}" for name, seconds in found["steps"].items())
-        for found in results
-    )
-
-
 def render(data: dict[str, Any]) -> str:
     """The report as Markdown."""
     columns = {
@@ -318,10 +253,10 @@ def render(data: dict[str, Any]) -> str:
         "rows": "all rows, s",
         "end": "end, s",
     }
-    columns |= {"processor": "processor, s", "ratio": "end / load and calls", "told": "times told"}
+    columns |= {"processor": "processor, s", "ratio": "end / load and calls"}
     several = len({found["checkout"] for found in data["results"]}) > 1
     rows = [
-        {"scan": ABOUT[found["case"]]}
+        {"scan": found["case"]}
         | ({"checkout": found["checkout"]} if several else {})
         | {title: found[key] for key, title in columns.items()}
         | {"where": ", ".join(f"{name} {seconds}" for name, seconds in list(found["steps"].items())[:6])}
