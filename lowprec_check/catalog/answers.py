@@ -350,10 +350,11 @@ def find_fix(
     function = None
     if op.startswith("torch."):
         function = re.sub(r"^torch\.(nn\.functional\.|functional\.|Tensor\.)?", "", op)
-    plain: Mode = "backward" if phase == "backward" else "forward"
-    under_autocast: Mode = "autocast-backward" if phase == "backward" else "autocast"
     overload = overload_name(op)
-    for mode in (under_autocast, plain) if autocast else (plain,):
+    modes: tuple[Mode, ...] = ("autocast", "forward")
+    if phase == "backward":
+        modes = ("autocast-backward", "backward")
+    for mode in modes if autocast else modes[1:]:
         failing = sweep.failing(low, mode).items()
         ops = [name for name, at in failing if at == overload or name.removeprefix("nn.functional.") == function]
         if ops:

@@ -96,10 +96,8 @@ class AtenCatalog:
         measured_on = "cpu" if self.declared else device
         self.sweep = at_release(measured_on, release) or sweep_of(measured_on)
         if autocast and (self.declared or dtype not in self.sweep.header.autocast):
-            raise UsageError(
-                f"The catalog has no measurements under autocast on {device}.",
-                "Choose half or bfloat16, or another device.",
-            )
+            hint = "Choose half or bfloat16, or another device."
+            raise UsageError(f"The catalog has no measurements under autocast on {device}.", hint)
         # By overload, operators that dispatch it in any mode or fail in it; by the aten name of the
         # function, operators.
         self._dispatching: dict[str, list[_Use]] = defaultdict(list)

@@ -71,9 +71,8 @@ def read_tables(path: Path, name: str, kind: type[Entry]) -> list[Entry]:
 
 def _entry(path: Path, where: str, table: Any, kind: type[Entry]) -> Entry:
     if not isinstance(table, dict):
-        raise UsageError(
-            f"{path}: entry {where} is not a table.", f"Write [[{where.partition(' ')[0]}]] above its keys."
-        )
+        hint = f"Write [[{where.partition(' ')[0]}]] above its keys."
+        raise UsageError(f"{path}: entry {where} is not a table.", hint)
     # In errors an entry has its name, if it has one.
     named = [table[key] for key in ("id", "test") if key in table]
     if named:

@@ -150,10 +150,8 @@ def load(device: str, version: str) -> Release:
     """The declarations for the release of a version, `2.13` or `2.13.0+cpu`."""
     release, file, known = release_of(version), _file(device), releases(device)
     if file is None or has_extension(version) or release not in known:
-        raise UsageError(
-            f"The catalog has no declarations for {device} in torch {version}.",
-            f"Releases with declarations: {', '.join(known) or 'none'}.",
-        )
+        hint = f"Releases with declarations: {', '.join(known) or 'none'}."
+        raise UsageError(f"The catalog has no declarations for {device} in torch {version}.", hint)
     index = known.index(release)
     return Release(device, release, file.versions[index].sources, file.table(index))
 

@@ -206,10 +206,8 @@ def catalog_device(device: AnyDevice) -> str:
     kind = device_type(str(device))
     measured = list(dict.fromkeys([*catalogued("measured"), *(sweep.device for sweep in sweeps())]))
     if kind not in (*measured, *catalogued("declared")):
-        raise UsageError(
-            f"The catalog does not cover the device {str(device)!r}.",
-            f"Measured: {', '.join(measured)}; declared: {', '.join(catalogued('declared'))}.",
-        )
+        hint = f"Measured: {', '.join(measured)}; declared: {', '.join(catalogued('declared'))}."
+        raise UsageError(f"The catalog does not cover the device {str(device)!r}.", hint)
     return kind
 
 

@@ -137,10 +137,8 @@ def dtype_of(dtype: AnyDtype) -> Dtype:
     if any(other.is_called(word) for other in others) or (precision is not None and precision.format in others):
         raise UsageError(f"The catalog has no data for {word}.", "Choose half, bfloat16 or fp32.")
     if precision is not None:
-        raise UsageError(
-            f"{precision.name} is not a dtype.",
-            "Choose half or bfloat16; results under autocast have a column of their own.",
-        )
+        hint = "Choose half or bfloat16; results under autocast have a column of their own."
+        raise UsageError(f"{precision.name} is not a dtype.", hint)
     hint = "Choose half, bfloat16 or fp32."
     if near:
         hint = f"Did you mean {SHORT[_DTYPES[near]]}? {hint}"

@@ -105,9 +105,8 @@ def policies_of(device: str, torch: str) -> dict[str, CastPolicy]:
     """
     known = releases()
     if has_extension(torch) or release_of(torch) not in known:
-        raise UsageError(
-            f"The catalog has no autocast policies for torch {torch}.", f"Releases with policies: {', '.join(known)}."
-        )
+        hint = f"Releases with policies: {', '.join(known)}."
+        raise UsageError(f"The catalog has no autocast policies for torch {torch}.", hint)
     kind = device_type(device)
     if kind not in DEVICES:
         raise UsageError(f"The catalog has no autocast policies for {device}.", f"Choose from {', '.join(DEVICES)}.")
@@ -167,9 +166,8 @@ def predicted_device(name: str, torch: str, installed: str) -> PredictedDevice:
         raise UsageError(f"Device {device.name!r} {problem}", f"Predictions exist for {', '.join(known)}.")
     measured = [sweep.release for sweep in history("cpu")]
     if release != here and not version_key(measured[0]) <= version_key(release) <= version_key(measured[-1]):
-        raise UsageError(
-            f"Nothing is known of torch {release}.", f"The catalog has torch {measured[0]} to {measured[-1]}."
-        )
+        hint = f"The catalog has torch {measured[0]} to {measured[-1]}."
+        raise UsageError(f"Nothing is known of torch {release}.", hint)
     # What is known of its kernels, in words.
     if not is_declared(device.name):
         sweep = at_release(device.name, release) or sweep_of(device.name)

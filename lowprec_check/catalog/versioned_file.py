@@ -90,16 +90,13 @@ class VersionedFile(Generic[AnyVersion, Row]):
         lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
         schema = self._decode(1, lines[0], _Schema).schema  # first: another schema has other keys
         if schema != SCHEMA:
-            raise CatalogError(
-                f"{path.name}:1: schema {schema}, but this version of lowprec-check reads schema {SCHEMA}"
-            )
+            problem = f"schema {schema}, but this version of lowprec-check reads schema {SCHEMA}"
+            raise CatalogError(f"{path.name}:1: {problem}")
         head = self._decode(1, lines[0], Head)
         if len(lines) != 1 + head.versions + head.changes:
-            raise CatalogError(
-                f"{path.name}: {len(lines) - 1} lines follow the first, which counts {head.versions} versions and "
-                f"{head.changes} changes: truncated or edited",
-                rebuild,
-            )
+            counted = f"the first, which counts {head.versions} versions and {head.changes} changes"
+            problem = f"{len(lines) - 1} lines follow {counted}: truncated or edited"
+            raise CatalogError(f"{path.name}: {problem}", rebuild)
         # The versions, and for each the indices of those that it consists of: itself, its base, …
         self.versions = [self._decode(number, lines[number - 1], version) for number in range(2, 2 + head.versions)]
         indices = {version.build: index for index, version in enumerate(self.versions)}
@@ -226,5 +223,5 @@ def bases(versions: Sequence[Version]) -> list[int | None]:
     for index, version in enumerate(versions):
         before = [other.order for other in versions[:index]]
         plain = [i for i, (extension, key) in enumerate(before) if not extension and key <= version.order[1]]
-        indices.append(plain[-1] if plain else None)
+        indices.append(next(reversed(plain), None))
     return indices

@@ -44,28 +44,20 @@ def saved_scan(folder: Path, row: MatrixRow) -> ScanResult | None:
 
 def missing_pages(folder: Path, row: MatrixRow) -> list[Path]:
     """The pages of a row that are missing or incomplete; a row without a scan has none."""
-    pages = []
-    if row.state == "scanned":
-        pages = [page_path(folder, row, suffix) for suffix in _ENDS]
-    return [page for page in pages if not _is_complete(page)]
-
-
-def _is_complete(page: Path) -> bool:
-    try:
-        with page.open("rb") as file:
+    missing = []
+    for suffix, end in _ENDS.items() if row.state == "scanned" else ():
+        page, last = page_path(folder, row, suffix), b""
+        with contextlib.suppress(OSError), page.open("rb") as file:
             file.seek(max(0, page.stat().st_size - _LONGEST_END))
-            return file.read().rstrip().endswith(_ENDS[page.suffix])
-    except OSError:
-        return False
+            last = file.read()
+        if not last.rstrip().endswith(end):
+            missing.append(page)
+    return missing
 
 
 def is_done(folder: Path, row: MatrixRow) -> bool:
-    """Whether a saved row need not be scanned again, since its scan or at least its pages are
-    saved.
-    """
-    if row.state == "failed":
-        return True
-    if saved_scan(folder, row) is not None:
+    """Whether a row need not be scanned again: it failed, or its scan or its pages are saved."""
+    if row.state == "failed" or saved_scan(folder, row) is not None:
         return True
     return not scan_path(folder, row).exists() and not missing_pages(folder, row)
 
@@ -111,10 +103,8 @@ class ReportFolder:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 self._unlock()
-                raise UsageError(
-                    f"Another compat run is writing to {self.folder}.",
-                    "Wait until it has ended, or choose another folder with -o.",
-                ) from None
+                hint = "Wait until it has ended, or choose another folder with -o."
+                raise UsageError(f"Another compat run is writing to {self.folder}.", hint) from None
 
     def _unlock(self) -> None:
         if self._lock is not None:
@@ -128,23 +118,21 @@ class ReportFolder:
             for suffix in _ENDS:
                 write(result, page_path(self.folder, row, suffix))
 
-    def index(self, found: Matrix) -> list[MatrixRow]:
+    def index(self, matrix: Matrix) -> list[MatrixRow]:
         """Write the index and missing pages; return rows without page and saved scan."""
         self._prepare()
-        without = [row for row in found.rows if not self._complete(row)]
+        without = []
+        for row in matrix.rows:
+            missing = missing_pages(self.folder, row)
+            if not missing:
+                continue
+            result = saved_scan(self.folder, row)
+            if result is None:
+                without.append(row)
+                continue
+            for page in missing:
+                write(result, page)
         for suffix in _ENDS:
             index = self.folder / f"index{suffix}"
-            write_file(index, format_of(index).lay_out(matrix_document(found, pages=suffix)))
+            write_file(index, format_of(index).lay_out(matrix_document(matrix, pages=suffix)))
         return without
-
-    def _complete(self, row: MatrixRow) -> bool:
-        """Make the missing pages of a row; returns whether it has all."""
-        missing = missing_pages(self.folder, row)
-        if not missing:
-            return True
-        result = saved_scan(self.folder, row)
-        if result is None:
-            return False
-        for page in missing:
-            write(result, page)
-        return True

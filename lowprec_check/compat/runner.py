@@ -72,9 +72,8 @@ def map_unordered(
         return
     kind, _, address = (engine or "").partition("://")
     if kind not in ("", "dask"):
-        raise UsageError(
-            f"Unknown engine {engine!r}.", "Choose dask://HOST:PORT or dask; omit --engine to run on this machine."
-        )
+        hint = "Choose dask://HOST:PORT or dask; omit --engine to run on this machine."
+        raise UsageError(f"Unknown engine {engine!r}.", hint)
     guarded = functools.partial(_guarded, call, on_error)
     try:
         if kind == "dask":
@@ -188,9 +187,8 @@ def _dask_client(address: str, jobs: int, stop: Callable[[], None]) -> Iterator[
         from distributed import Client, LocalCluster
         from distributed import TimeoutError as DaskTimeoutError
     except ModuleNotFoundError:
-        raise UsageError(
-            "--engine dask needs dask.distributed, which is not installed.", "pip install 'dask[distributed]'"
-        ) from None
+        hint = "pip install 'dask[distributed]'"
+        raise UsageError("--engine dask needs dask.distributed, which is not installed.", hint) from None
     with contextlib.ExitStack() as stack:
         try:
             if address:
@@ -294,7 +292,7 @@ def _digest_of_files(request: Request) -> dict[str, str]:
 def _with_imports(path: Path) -> list[Path]:
     """A file of Python, and what it imports from its folder or its package; none if missing."""
     # The package that it lies in, outwards, starts at `root`.
-    root, sources, waiting = path.parent, set[Path](), [path] if _is_file(path) else []
+    root, sources, waiting = path.parent, set[Path](), list(filter(_is_file, [path]))
     while waiting and _is_file(root / "__init__.py"):
         waiting.append(root / "__init__.py")
         root = root.parent
@@ -307,7 +305,7 @@ def _with_imports(path: Path) -> list[Path]:
             nodes = list(ast.walk(ast.parse(source.read_bytes())))
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # its scan says why
             continue
-        # Each part of a name may be a module or a package, beside the source, the file, or in `root`.
+        # Each part of a name may be a module or a package: beside the source, the file, in `root`.
         for node in nodes:
             places, names = {source.parent, path.parent, root}, list[str]()
             if isinstance(node, ast.ImportFrom):
@@ -352,5 +350,7 @@ def _row(outcome: ScanOutcome, made_with: dict[str, str]) -> tuple[MatrixRow, Sc
 
 def _failed(request: Request, error: Exception) -> ScanOutcome:
     """The outcome of a scan that could not be started, or that killed its worker in the cluster."""
-    reason = error.message if isinstance(error, UsageError) else f"{type_name(error)}: {message_of(error)}"
+    reason = f"{type_name(error)}: {message_of(error)}"
+    if isinstance(error, UsageError):
+        reason = error.message
     return ScanOutcome(request, b"", reason[:500], 0.0)

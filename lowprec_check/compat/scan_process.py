@@ -135,10 +135,12 @@ def row_of(result: ScanResult, request: Request, seconds: float, made_with: dict
 
 
 def _advice(advice: Recommendation | None) -> str | None:
-    """``half``; ``fp32 (half saves 50 % of the memory)`` where fp32 is better in what is preferred."""
+    """``half``; ``fp32 (half saves 50 % of the memory)`` where fp32 is better in other ways."""
     if advice is None:
         return None
-    name = advice.label + way_text(advice.way) + (f" + {len(advice.keep_fp32)} in fp32" if advice.keep_fp32 else "")
+    name = advice.label + way_text(advice.way)
+    if advice.keep_fp32:
+        name += f" + {len(advice.keep_fp32)} in fp32"
     if advice.stay_in_fp32:
         return f"fp32 ({name}: {advice.gain})" if advice.gain else "fp32"
     return name if advice.evidence == "measured" else f"{name} ({advice.evidence})"
@@ -177,9 +179,9 @@ def _cell(run: Run, result: ScanResult) -> MatrixCell:
         time=_digits(time),
         memory=_digits(memory),
         gaps=missing_kernels(run),
-        first_gap=first.op if first else None,
-        first_gap_kind=first.kind if first else None,
-        first_gap_source=first.source if first else None,
+        first_gap=getattr(first, "op", None),
+        first_gap_kind=getattr(first, "kind", None),
+        first_gap_source=getattr(first, "source", None),
         codes=_codes(result, run),
     )
 
@@ -233,7 +235,14 @@ def scan_one(request: Request, limits: ScanLimits) -> ScanOutcome:
     with temporary_file() as output, temporary_file() as errors:
         worker = CommandWorker(command, environment=environment, output=output, errors=errors)
         worker.set_timeout(limits.seconds)
-        reason = _reason(_watch(worker), errors, limits)
+        _running.add(worker)
+        try:  # an interruption ends the scan with its supervisor
+            with Supervisor[CommandWorker, NoReturn]([worker]) as supervisor:
+                states = (event for event in supervisor.events() if isinstance(event, StateEvent))
+                exit_code = next(event.exit_code for event in states if event.state != "running")
+        finally:
+            _running.discard(worker)
+        reason = _reason(exit_code, errors, limits)
         json = _read(output) if reason is None else b""
     return ScanOutcome(request, json, reason, system.monotonic() - started)
 
@@ -243,26 +252,14 @@ def temporary_file() -> IO[bytes]:
     try:
         return tempfile.TemporaryFile()
     except OSError as error:
-        raise UsageError(
-            f"Cannot create a temporary file: {error.strerror}.", "Set TMPDIR to a writable folder with free space."
-        ) from None
+        hint = "Set TMPDIR to a writable folder with free space."
+        raise UsageError(f"Cannot create a temporary file: {error.strerror}.", hint) from None
 
 
 def end_running_scans() -> None:
     """Kill the scans that threads of this process run, and the workers they started."""
     for worker in list(_running):
         worker.end()
-
-
-def _watch(worker: CommandWorker) -> int | None:
-    """The exit code of a scan; ``None``: it took too long. An interruption kills it."""
-    _running.add(worker)
-    try:
-        with Supervisor[CommandWorker, NoReturn]([worker]) as supervisor:
-            states = (event for event in supervisor.events() if isinstance(event, StateEvent))
-            return next(event.exit_code for event in states if event.state != "running")
-    finally:
-        _running.discard(worker)
 
 
 def _reason(ended: int | None, errors: IO[bytes], limits: ScanLimits) -> str | None:

@@ -295,9 +295,7 @@ class CoverageRecorder:
             return
         terminalreporter.section("lowprec coverage")
         if self.found is None:
-            written = ""
-            if self.report is not None:
-                written = f"; {self.report} was not written"
+            written = f"; {self.report} was not written" if self.report is not None else ""
             terminalreporter.write_line(f"No test ran, so there is no coverage{written}.")
             return
         if self.stopped_early:
@@ -308,7 +306,7 @@ class CoverageRecorder:
         if self.no_summary is not None:
             terminalreporter.write_line(self.no_summary)
         if self.report is not None:
-            earlier = ""
+            full_report = f"Full report: {self.report}"
             if self.kept_tests:
-                earlier = f"; it has earlier runs of {counted(self.kept_tests, 'test')}"
-            terminalreporter.write_line(self.not_written or f"Full report: {self.report}{earlier}")
+                full_report += f"; it has earlier runs of {counted(self.kept_tests, 'test')}"
+            terminalreporter.write_line(self.not_written or full_report)

@@ -57,17 +57,13 @@ def load_baseline(path: Path, device: str, keys: Sequence[str]) -> Coverage:
         raise UsageError(f"Cannot read {path}: {error.strerror}.") from None
     baseline = coverage_of(data, path)
     if baseline.device != device:
-        raise UsageError(
-            f"The baseline {path} is for {baseline.device}, and this run for {device}.",
-            f"Add --lowprec-device {baseline.device}, or give a baseline for {device}.",
-        )
+        hint = f"Add --lowprec-device {baseline.device}, or give a baseline for {device}."
+        raise UsageError(f"The baseline {path} is for {baseline.device}, and this run for {device}.", hint)
     missing = [precision_of(key) for key in keys if key not in baseline.dtypes]
     if missing:
         has = ", ".join(map(precision_of, baseline.dtypes))
-        raise UsageError(
-            f"The baseline {path} lacks {', '.join(missing)}: it has {has or 'no precision'}.",
-            f"Save it again with: {command}",
-        )
+        hint = f"Save it again with: {command}"
+        raise UsageError(f"The baseline {path} lacks {', '.join(missing)}: it has {has or 'no precision'}.", hint)
     return baseline
 
 
@@ -211,9 +207,8 @@ def checked_options(config: pytest.Config) -> CoverageOptions | None:
         for name in _NEED_COVERAGE:
             if config.getoption(f"lowprec_{name}"):
                 option = f"--lowprec-{name.replace('_', '-')}"
-                raise pytest.UsageError(
-                    f"Without --lowprec-coverage, {option} does nothing: add --lowprec-coverage half."
-                )
+                problem = f"Without --lowprec-coverage, {option} does nothing"
+                raise pytest.UsageError(f"{problem}: add --lowprec-coverage half.")
         return None
     # The report: pytest would fail to write it only after all tests have run.
     how, report = _one_of(config, "format", FORMATS), option_path(config, "report")

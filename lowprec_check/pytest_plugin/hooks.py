@@ -84,7 +84,17 @@ rel_l2 that passes; default: that of the precision."""
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker and the parts that options need."""
-    config.addinivalue_line("markers", _marker_help() if config.option.markers else "lowprec")
+    marker = "lowprec"
+    if config.option.markers:  # --markers shows its help
+        from lowprec_check.errors import UsageError
+        from lowprec_check.schema.axes import BACKENDS
+        from lowprec_check.schema.precisions import low_names
+
+        try:
+            marker = _MARKER.format(precisions=", ".join(low_names()), backends=", ".join(BACKENDS.names()))
+        except UsageError as error:
+            raise pytest.UsageError(str(error)) from None
+    config.addinivalue_line("markers", marker)
     options = {name for name in (*_OPTIONS, "update_manifest") if config.getoption(f"lowprec_{name}")}
     of_manifest = {"manifest", "update_manifest"}
     try:
@@ -100,17 +110,6 @@ def pytest_configure(config: pytest.Config) -> None:
         from lowprec_check.errors import usage_error_of
 
         raise pytest.UsageError(str(usage_error_of(error) or error)) from None
-
-
-def _marker_help() -> str:
-    from lowprec_check.errors import UsageError
-    from lowprec_check.schema.axes import BACKENDS
-    from lowprec_check.schema.precisions import low_names
-
-    try:
-        return _MARKER.format(precisions=", ".join(low_names()), backends=", ".join(BACKENDS.names()))
-    except UsageError as error:
-        raise pytest.UsageError(str(error)) from None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

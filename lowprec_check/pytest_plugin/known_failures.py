@@ -112,9 +112,8 @@ def register(config: pytest.Config) -> None:
     """Read the manifest and register the plugin."""
     path, update = option_path(config, "manifest"), bool(config.getoption("lowprec_update_manifest"))
     if path is None:
-        raise pytest.UsageError(
-            "--lowprec-update-manifest needs a manifest: add --lowprec-manifest FILE or the ini key lowprec_manifest."
-        )
+        hint = "add --lowprec-manifest FILE or the ini key lowprec_manifest."
+        raise pytest.UsageError(f"--lowprec-update-manifest needs a manifest: {hint}")
     if update and not path.parent.is_dir():
         raise wrong_option(config, "manifest", f"the folder {path.parent} does not exist.")
     known: Manifest = []

@@ -128,9 +128,8 @@ def _check(entry: KnownFailure) -> None:
         try:
             SpecifierSet(versions or "")
         except InvalidSpecifier:
-            raise UsageError(
-                f"{key} {versions!r} is not a range of versions.", f'Write {key} = ">=2.6,<2.9".'
-            ) from None
+            hint = f'Write {key} = ">=2.6,<2.9".'
+            raise UsageError(f"{key} {versions!r} is not a range of versions.", hint) from None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # [[:a:]] may mean something else in a later Python
@@ -158,10 +157,8 @@ def closest(entries: Iterable[KnownFailure], test: str) -> KnownFailure | None:
     closest_first = sorted(entries, key=closeness, reverse=True)
     if len(closest_first) > 1 and closeness(closest_first[0]) == closeness(closest_first[1]):
         two = " and ".join(map(_shown, closest_first[:2]))
-        raise UsageError(
-            f"{test} has two entries, and neither is closer: {two}.",
-            "Remove one of them, or add an entry for the test itself.",
-        )
+        hint = "Remove one of them, or add an entry for the test itself."
+        raise UsageError(f"{test} has two entries, and neither is closer: {two}.", hint)
     return next(iter(closest_first), None)
 
 

@@ -166,9 +166,8 @@ def check_flag(value: Any, name: str, *allowed: None) -> None:
 def check_callable(function: Any, name: str) -> None:
     """Raise :class:`UsageError` unless ``function`` can be called, or is ``None``."""
     if function is not None and not callable(function):
-        raise UsageError(
-            f"{name} is of type {type_name(function)}, which cannot be called.", f"Pass a function as {name}."
-        )
+        hint = f"Pass a function as {name}."
+        raise UsageError(f"{name} is of type {type_name(function)}, which cannot be called.", hint)
 
 
 def device_name(value: Any, known: Sequence[str] | None = None) -> str:

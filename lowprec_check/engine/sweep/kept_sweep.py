@@ -160,10 +160,8 @@ class OperatorSweep:
     def _set_operators(self, hello: Hello, only: Sequence[str] | None) -> None:
         unknown = sorted(set(only or ()) - set(hello.operators))
         if unknown:
-            raise UsageError(
-                f"torch {hello.torch} has no operator {unknown[0]!r} in its OpInfo database.",
-                "Check the spelling; variants are written as in std.unbiased.",
-            )
+            hint = "Check the spelling; variants are written as in std.unbiased."
+            raise UsageError(f"torch {hello.torch} has no operator {unknown[0]!r} in its OpInfo database.", hint)
         self.queue.waiting.extend(Task(op, self._lost.get(op, {})) for op in only or hello.operators)
         self.total = len(self.queue.waiting)
 

@@ -35,10 +35,8 @@ def load_operators() -> dict[str, Any]:
     try:
         from torch.testing._internal.common_methods_invocations import op_db
     except ImportError as error:
-        raise UsageError(
-            f"Cannot import the operator database of torch {torch.__version__}: {message_of(error)}.",
-            "Install what it needs: pip install 'lowprec-check[catalog]'",
-        ) from None
+        problem = f"Cannot import the operator database of torch {torch.__version__}: {message_of(error)}."
+        raise UsageError(problem, "Install what it needs: pip install 'lowprec-check[catalog]'") from None
     operators: dict[str, Any] = {}
     for operator in op_db:
         name = full_name(operator)
@@ -68,7 +66,7 @@ class Sample:
         return [tensor for _, tensor in leaves((self.args, self.kwargs))]
 
     def floating(self) -> bool:
-        """Whether an argument is a floating tensor or dtype, so that its precision can be chosen."""
+        """Whether an argument is a floating tensor or dtype, whose precision can be chosen."""
         asked = any(isinstance(value, torch.dtype) and value in _FLOATING for value in self.kwargs.values())
         return asked or any(t.is_floating_point() or t.is_complex() for t in self.tensors())
 
