@@ -63,9 +63,7 @@ class Node:
 
     @property
     def is_pure(self) -> bool:
-        """Whether a function gives the same results again, and nothing that it reads or makes was
-        changed.
-        """
+        """Whether it gives the same results again: nothing that it reads or makes was changed."""
         if isinstance(self.call, nn.Module) or self.draws or self.changed:
             return False
         tensors, versions = [*self.reads, *self.results], [*self.versions, *self.made]
@@ -84,18 +82,18 @@ class Node:
 
     def read_instead(self, tensor: Tensor, copy: Tensor) -> None:
         """Let it read a copy of ``tensor``."""
-        self.args, self.kwargs = map_tensors((self.args, self.kwargs), lambda one: copy if one is tensor else one)
-        self.reads = [copy if one is tensor else one for one in self.reads]
+        self.args, self.kwargs = map_tensors((self.args, self.kwargs), lambda arg: copy if arg is tensor else arg)
+        self.reads = [copy if read is tensor else read for read in self.reads]
 
 
 def autocasts_now() -> dict[str, torch.dtype]:
     """The dtype of autocast, by the type of the device for which it is enabled."""
-    found = {}
+    enabled = {}
     for kind in _AUTOCASTS:
         with contextlib.suppress(RuntimeError):  # not known to this torch
             if torch.is_autocast_enabled(kind):
-                found[kind] = torch.get_autocast_dtype(kind)
-    return found
+                enabled[kind] = torch.get_autocast_dtype(kind)
+    return enabled
 
 
 def version_of(tensor: Tensor) -> int:
@@ -120,25 +118,24 @@ class CallRecorder(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def recorded(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a call, which is recorded if it reads tensors and makes some, or makes
-        numbers of them.
-        """
+        """The result of a call; recorded if it makes tensors of tensors, or numbers of them."""
         node = Node.of(call, args, kwargs)
+        # A call that is repeated later needs the values which it read, before they are overwritten
         for tensor in node.changed:
             place = id(tensor), version_of(tensor)
-            if (
-                not tensor.requires_grad
-                and place not in self.copies
-                and any(tensor is one for known in self.nodes for one in known.reads)
-            ):
+            if tensor.requires_grad or place in self.copies:
+                continue
+            if any(tensor is read for earlier in self.nodes for read in earlier.reads):
                 self.copies[place] = tensor.detach().clone()
+        # Draws matter only without gradients, where results are data and not computed again
         states = None
         if not any(tensor.requires_grad for tensor in node.reads):
             states = generator_states()
         result = call(*args, **kwargs)
+        # `x.float()` returns `x` itself in fp32, and another tensor in other precisions
         is_leaf = isinstance(result, Tensor) and result.requires_grad and result.grad_fn is None
         if not (node.changed or is_leaf) and any(result is tensor for tensor in node.reads):
-            result = result.view_as(result)  # of `x.float()`, which is another tensor in other precisions
+            result = result.view_as(result)
         node.draws = states is not None and states != generator_states()
         node.results = [tensor for _, tensor in leaves(result)]
         node.made = [version_of(tensor) for tensor in node.results]
@@ -149,14 +146,14 @@ class CallRecorder(TorchFunctionMode):
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, nothing is recorded, and no function of torch comes by here."""
-        kept, self.on, self.is_paused = (self.on, self.is_paused), False, True
+        before, self.on, self.is_paused = (self.on, self.is_paused), False, True
         stack = function_modes()
         set_function_modes([mode for mode in stack if mode is not self])
         try:
             yield
         finally:
             set_function_modes(stack)
-            self.on, self.is_paused = kept
+            self.on, self.is_paused = before
 
 
 def function_modes() -> list[Any]:

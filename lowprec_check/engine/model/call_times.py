@@ -17,7 +17,7 @@ class _Call(NamedTuple):
     working: float
     """Without the time that its threads waited for a core."""
     sets_up: bool
-    """Whether it compiled, or imported what the model needs: that proves nothing about other calls."""
+    """Whether it compiled, or imported what the model needs: other calls do not repeat that."""
 
 
 class CallTimes:
@@ -25,8 +25,7 @@ class CallTimes:
 
     There is no further call if all but the first would take longer than ``seconds``, or the fastest
     took longer than ``too_slow``, or than ``hopeless`` without the time that its threads waited for
-    a core. After a call that sets something up there is one in any case, unless it
-    ``reads_weights``, which then takes long.
+    a core. A call that sets something up is followed by one, unless it ``reads_weights``.
     """
 
     def __init__(
@@ -39,12 +38,12 @@ class CallTimes:
 
     def begin(self) -> None:
         """A call begins."""
-        self._known, self._waited = (compiled_frames(), len(sys.modules)), system.longest_wait() or 0.0
+        self._set_up, self._waited = (compiled_frames(), len(sys.modules)), system.longest_wait() or 0.0
 
     def end(self, seconds: float, *, prepares: bool = False) -> None:
         """It took so many ``seconds``; whether its first one ``prepares`` the model."""
         working = seconds - max(0.0, (system.longest_wait() or 0.0) - self._waited)
-        sets_up = (prepares and not self._calls) or (compiled_frames(), len(sys.modules)) > self._known
+        sets_up = (prepares and not self._calls) or (compiled_frames(), len(sys.modules)) > self._set_up
         self._calls.append(_Call(seconds, working, sets_up))
 
     @property
@@ -54,16 +53,12 @@ class CallTimes:
 
     @property
     def fastest(self) -> float:
-        """Seconds of the fastest call, of those that set nothing up if there are any; 0 before the
-        first.
-        """
+        """Seconds of the fastest call, of those that set nothing up if there are any; else 0."""
         return min((call.seconds for call in self._settled), default=0.0)
 
     @property
     def first(self) -> float:
-        """Seconds of the first call, and what further ones that set something up took longer than
-        the fastest.
-        """
+        """Seconds of the first call, and what later ones that set something up took in addition."""
         more = (call.seconds - self.fastest for call in self._calls[1:] if call.sets_up)
         return self._calls[0].seconds + sum(max(0.0, seconds) for seconds in more)
 
@@ -78,8 +73,10 @@ class CallTimes:
         if not self._calls:
             return True
         last = self._calls[-1]
+        # Its time proves nothing about the next call
         if last.sets_up:
             return not self._reads_weights and (self.count == 1 or self.count < self._most)
+        # The next call probably takes as long as the last one; the first is not counted
         taken = sum(call.seconds for call in self._calls[1:] if not call.sets_up) + last.seconds
         is_fast = self.fastest <= self._too_slow and not self.is_hopeless and taken <= self._seconds
         return self.count < self._most and is_fast

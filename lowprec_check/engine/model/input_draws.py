@@ -1,6 +1,4 @@
-"""Further inputs like those of a target: drawn anew, the next batches, or the values of the inputs
-resampled.
-"""
+"""Further inputs like those of a target: drawn anew, the next batches, or resampled values."""
 
 from __future__ import annotations
 
@@ -20,27 +18,38 @@ from lowprec_check.schema.backend_checks import InputChange
 from lowprec_check.schema.measures import InputKind
 
 LEAST_VALUES = 8
-"""The values of a feature are resampled by themselves if there are so many, else with those of all
-features.
-"""
-
+"""A feature with at least this many values is resampled by itself, else with all other features."""
 
 Draw = tuple[int, list[Tensor] | None]
-"""The number of a batch, or of resampled values what is added to the seed; and the tensors in the
-inputs, in the order of :func:`leaves`, ``None`` if they do not have the shapes, dtypes and numbers
-of the inputs of the target.
+"""The number of a batch (of resampled values: what is added to the seed), and the tensors in the
+inputs in the order of :func:`leaves`; ``None`` if they do not have the form of the target's.
 """
 
 
 def further_draws(target: Target, first: int, seed: int) -> tuple[InputKind, Iterator[Draw]]:
-    """Endless further inputs of ``target``, or as many as there are; ``first`` is the number of the
-    batch to start with.
+    """Further inputs of ``target``, as many as there are, from the batch with the number ``first``.
 
-    If nothing makes batches, or all that it makes are the same or of other shapes, values are
-    resampled.
+    Values are resampled if nothing makes batches, or they are all the same or of other shapes.
     """
+
+    def made_batches() -> Iterator[Draw]:
+        expected = _form(target.inputs)
+        for number in itertools.count(first):
+            seed_everything(seed + number)
+            try:
+                batch = target.batch(number)
+            except NoBatchError:  # there are no more, or all are the same
+                return
+            except UsageError:
+                yield number, None
+                continue
+            pairs = zip(_tensors(target.inputs), _tensors(batch.inputs), strict=False)
+            values = [_like(tensor, new) for tensor, new in pairs]
+            yield number, values if _form(batch.inputs) == expected else None
+
     if target.make_batch is not None:
-        batches = _batches(target, first, seed)
+        batches = made_batches()
+        # The first two show whether there are batches at all; they are not made a second time
         tried = list(itertools.islice(batches, 2))
         if any(values is not None for _, values in tried):
             in_order = isinstance(target.make_batch, BatchMaker) and not target.make_batch.draws
@@ -50,10 +59,10 @@ def further_draws(target: Target, first: int, seed: int) -> tuple[InputKind, Ite
 
 def with_values(call: Call, values: Sequence[Tensor]) -> Call:
     """``call`` with ``values`` in place of the tensors in it, in the order of :func:`leaves`."""
-    given = {id(tensor): value for (_, tensor), value in zip(leaves(call), values, strict=True)}
+    new_values = {id(tensor): value for (_, tensor), value in zip(leaves(call), values, strict=True)}
 
     def replaced(tensor: Tensor) -> Tensor:
-        value = given.get(id(tensor), tensor)
+        value = new_values.get(id(tensor), tensor)
         if tensor.requires_grad:
             return value.requires_grad_()
         return value
@@ -62,52 +71,30 @@ def with_values(call: Call, values: Sequence[Tensor]) -> Call:
     return args, kwargs
 
 
-def _batches(target: Target, first: int, seed: int) -> Iterator[Draw]:
-    expected = _form(target.inputs)
-    for number in itertools.count(first):
-        seed_everything(seed + number)
-        try:
-            batch = target.batch(number)
-        except NoBatchError:  # there are no more, or all are the same
-            return
-        except UsageError:
-            yield number, None
-            continue
-        fits = _form(batch.inputs) == expected
-        values = [
-            _like(given, new) for new, given in zip(_tensors(batch.inputs), _tensors(target.inputs), strict=False)
-        ]
-        yield number, values if fits else None
-
-
 def _tensors(call: Call) -> list[Tensor]:
     return [tensor for _, tensor in leaves(call)]
 
 
 def _form(call: Call) -> list[object]:
-    """What inputs must have in common: the places, shapes and dtypes of tensors, and the values of
-    numbers.
-    """
+    """What inputs have in common: places, shapes and dtypes of tensors, values of numbers."""
     tensors = {
         path: (tensor.shape, tensor.dtype, tensor.layout) for path, tensor in leaves(call) if not tensor.is_nested
     }
     return [tensors, {path: leaf.tolist() for path, leaf in leaves(call, numbers=True) if path not in tensors}]
 
 
-def _like(given: Tensor, values: Tensor) -> Tensor:
-    """``values`` with the strides of ``given``, for which code may be compiled."""
-    if given.layout != torch.strided or given.shape != values.shape:
+def _like(tensor: Tensor, values: Tensor) -> Tensor:
+    """``values`` with the strides of ``tensor``, for which code may be compiled."""
+    if tensor.layout != torch.strided or tensor.shape != values.shape:
         return values.detach()
-    return torch.empty_like(given, requires_grad=False).copy_(values.detach())
+    return torch.empty_like(tensor, requires_grad=False).copy_(values.detach())
 
 
 # -- Inputs that a compiler may not expect: those of the target with one change
 
 
 def changed_inputs(target: Target, seed: int) -> Iterator[tuple[InputChange, Call]]:
-    """The inputs of ``target``, changed in one way each, as far as they can be; ``seed`` is that of
-    resampled values.
-    """
+    """The inputs of ``target``, each changed in one way; values are resampled with ``seed``."""
     call, tensors = target.inputs, [tensor.detach() for tensor in _tensors(target.inputs)]
     if not all(map(_is_plain, tensors)):
         return
@@ -119,6 +106,7 @@ def changed_inputs(target: Target, seed: int) -> Iterator[tuple[InputChange, Cal
         pairs = zip(tensors, which, strict=True)
         return with_values(call, [change(tensor) if applies else tensor for tensor, applies in pairs])
 
+    # Each change keeps shapes and dtypes, except the last: a larger batch
     numbers = [
         is_free and (tensor.is_floating_point() or tensor.is_complex())
         for tensor, is_free in zip(tensors, free, strict=True)
@@ -138,10 +126,11 @@ def changed_inputs(target: Target, seed: int) -> Iterator[tuple[InputChange, Cal
         yield "larger-batch", changed(lambda tensor: torch.cat([tensor, tensor[:1]]), items)
 
 
-# -- Inputs that nothing draws anew: values are drawn, with replacement, from those that each tensor has
+# -- Inputs that nothing draws anew: values are drawn, with replacement, from those of each tensor
 #
-# Each feature (the second dimension of images, else the last one) keeps its own values. What gives other values a meaning stays as
-# it is: masks, and integers in order, such as positions, lengths and offsets.
+# Each feature (the second dimension of images, else the last one) keeps its own values.
+# What gives other values a meaning stays as it is: masks, and integers in order, such as positions,
+# lengths and offsets.
 
 
 def _resampled(call: Call, first: int, seed: int) -> Iterator[Draw]:
@@ -152,20 +141,18 @@ def _resampled(call: Call, first: int, seed: int) -> Iterator[Draw]:
     for number in itertools.count(first):
         generator = torch.Generator().manual_seed(seed + number)
         new: dict[int, Tensor] = {}
-        for tensor in tensors:  # one that is given twice stays so
-            if id(tensor) not in new:
+        for tensor in tensors:
+            if id(tensor) in new:  # a tensor that is given twice stays so
+                continue
+            new[id(tensor)] = tensor.detach()
+            if not _is_fixed(tensor):
                 mask = next((mask for mask in masks if mask.shape == tensor.shape), None)
-                if _is_fixed(tensor):
-                    new[id(tensor)] = tensor.detach()
-                else:
-                    new[id(tensor)] = _resample(tensor.detach(), mask, generator)
+                new[id(tensor)] = _resample(tensor.detach(), mask, generator)
         yield number, [new[id(tensor)] for tensor in tensors]
 
 
 def _is_fixed(tensor: Tensor) -> bool:
-    """Whether other values are not to be given to ``tensor``: it has one value, is a mask, or holds
-    integers in order.
-    """
+    """Whether ``tensor`` keeps its values: it has one, is a mask, or has integers in order."""
     if not _is_plain(tensor) or tensor.numel() < 2 or _is_mask(tensor):
         return True
     if tensor.is_floating_point() or tensor.is_complex() or tensor.ndim == 0:
@@ -196,19 +183,20 @@ def _is_mask(tensor: Tensor) -> bool:
 
 def _resample(tensor: Tensor, mask: Tensor | None, generator: torch.Generator) -> Tensor:
     values = tensor.cpu()
-    if mask is not None and not tensor.is_floating_point():  # padding stays where the mask has it
-        found = values.clone()
+    if mask is not None and not tensor.is_floating_point():
+        # Values that the mask excludes are drawn from such values only: padding stays where it is
+        resampled = values.clone()
         for part in mask.unique():
             chosen = mask.cpu() == part.cpu()
             pool = values[chosen]
-            found[chosen] = pool[torch.randint(len(pool), (len(pool),), generator=generator)]
+            resampled[chosen] = pool[torch.randint(len(pool), (len(pool),), generator=generator)]
     else:
-        moved = values.movedim(1 if values.ndim >= 4 else -1, 0)
-        features = moved.reshape(len(moved), -1)
-        if features.shape[1] >= LEAST_VALUES:
-            rows = features
-        else:
-            rows = features.reshape(1, -1)
+        # One row for each feature, or one for all if features have few values
+        axis = 1 if values.ndim >= 4 else -1
+        moved = values.movedim(axis, 0)
+        rows = moved.reshape(len(moved), -1)
+        if rows.shape[1] < LEAST_VALUES:
+            rows = rows.reshape(1, -1)
         index = torch.randint(rows.shape[1], rows.shape, generator=generator)
-        found = rows.gather(1, index).reshape(moved.shape).movedim(0, 1 if values.ndim >= 4 else -1)
-    return torch.empty_like(tensor, requires_grad=False).copy_(found)
+        resampled = rows.gather(1, index).reshape(moved.shape).movedim(0, axis)
+    return torch.empty_like(tensor, requires_grad=False).copy_(resampled)

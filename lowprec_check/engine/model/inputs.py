@@ -1,6 +1,4 @@
-"""Inputs as people give them (tensors, loaders, datasets, functions, NumPy arrays, shapes), and the
-arguments of calls made of them.
-"""
+"""Makes arguments of calls from tensors, loaders, datasets, functions, NumPy arrays and shapes."""
 
 from __future__ import annotations
 
@@ -45,8 +43,7 @@ class Arguments(NamedTuple):
 
 
 def as_call(inputs: Any, forward: Callable[..., Any]) -> Arguments:
-    """The arguments of a call of ``forward``: a tensor, a tuple or list of arguments, or a mapping
-    of keyword arguments.
+    """The arguments of a call of ``forward``, from a tensor, tuple, list, or mapping of keywords.
 
     A list or named tuple (``PackedSequence``) is one argument if ``forward`` accepts it only so.
     """
@@ -59,7 +56,7 @@ def as_call(inputs: Any, forward: Callable[..., Any]) -> Arguments:
 
 
 def accepts(forward: Callable[..., Any], *args: Any) -> bool:
-    """Whether ``forward`` can be called with so many positional arguments; true if that is unknown."""
+    """Whether ``forward`` takes so many positional arguments; true if that is unknown."""
     try:
         inspect.signature(forward).bind(*args)
     except TypeError:
@@ -70,9 +67,7 @@ def accepts(forward: Callable[..., Any], *args: Any) -> bool:
 
 
 def bind(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of ``forward`` by name; raises :class:`UsageError` if a positional
-    one has none.
-    """
+    """The arguments of a call by name; raises :class:`UsageError` if a positional one has none."""
     parameters = inspect.signature(forward).parameters
     try:
         bound = inspect.signature(forward).bind(*args, **kwargs).arguments
@@ -122,107 +117,98 @@ class Batch(NamedTuple):
     """Code for the targets, from ``batch``."""
 
 
-def take_batch(given: Any, forward: Callable[..., Any]) -> Batch:
+def take_batch(source: Any, forward: Callable[..., Any]) -> Batch:
     """The inputs of a call of ``forward``.
 
     Of a data loader, dataset or iterator, the first batch is taken, and of that as many elements as
-    ``forward`` requires: the others are usually targets. NumPy arrays become tensors, in fp32 if
-    they are in fp64. Raises :class:`UsageError` if there is no batch, or an array of a dtype that
-    torch lacks.
+    ``forward`` requires: the others are usually targets. NumPy arrays become tensors, fp64 ones in
+    fp32. Raises :class:`UsageError` if there is no batch, or an array of a dtype that torch lacks.
     """
-    if not isinstance(given, (DataLoader, Dataset, Iterator)):
-        return _with_tensors(Batch(given))
-    if isinstance(given, DataLoader):
+    if not isinstance(source, (DataLoader, Dataset, Iterator)):
+        return _with_tensors(Batch(source))
+    if isinstance(source, DataLoader):
         what, code = "a DataLoader: its first batch", "next(iter(inputs))"
-    elif isinstance(given, Iterator):
+    elif isinstance(source, Iterator):
         what, code = "an iterator: its first item", "next(inputs)"
     else:
-        item = "next(iter(inputs))" if isinstance(given, IterableDataset) else "inputs[0]"
+        item = "next(iter(inputs))" if isinstance(source, IterableDataset) else "inputs[0]"
         what, code = "a Dataset: its first item", f"torch.utils.data.default_collate([{item}])"
-    first = call_user_code("Taking a batch from `inputs`", lambda: next(_items(given), _NOTHING))
+    first = call_user_code("Taking a batch from `inputs`", lambda: next(_items(source), _NOTHING))
     if first is _NOTHING:
         raise UsageError("`inputs` is empty: it has no batch.", "Check what it loads.")
-    if isinstance(given, Dataset):
+    if isinstance(source, Dataset):
         first = call_user_code("Making a batch of an item of `inputs`", lambda: default_collate([first]))
     return _with_tensors(_needed(first, f"`inputs` is {what} was used", code, forward))
 
 
 class BatchMaker:
-    """Makes the inputs of batch 0, 1, 2, … from what the user gives; :func:`take_batch` accepts
-    them.
+    """Makes the inputs of batch 0, 1, 2, … in a form that :func:`take_batch` accepts.
 
-    A copy of a pickled one is ``None``: workers get their batch, and an iterator cannot be sent to
-    them.
+    Unpickled, it is ``None``: workers get their batch, and an iterator cannot be sent to them.
     """
 
-    def __init__(self, given: Any, call: Callable[[Callable[[], Any]], Any]) -> None:
-        self._given, self._call = given, call
+    def __init__(self, source: Any, call: Callable[[Callable[[], Any]], Any]) -> None:
+        self._source, self._call = source, call
         self._taken: list[Any] = []
-        """Items of an iterator, after the first one, which :func:`take_batch` takes; several runs
-        of one process ask for them.
-        """
+        """Items of an iterator after the first, kept since several runs of a process need them."""
         self._pass: tuple[int, Iterator[Any]] | None = None
         """A pass over a loader or dataset, and the number of the batch that it gives next."""
 
     @classmethod
-    def of(cls, given: Any, call: Callable[[Callable[[], Any]], Any] = lambda make: make()) -> BatchMaker | None:
-        """For a function, or for what has several batches; ``None`` for inputs that are fixed.
-        ``call`` calls the user's code.
-        """
-        several = is_function(given) or isinstance(given, (DataLoader, Dataset, Iterator))
-        if several:
-            return cls(given, call)
+    def of(cls, source: Any, call: Callable[[Callable[[], Any]], Any] = lambda make: make()) -> BatchMaker | None:
+        """``None`` for a ``source`` with one batch only; ``call`` calls the user's code."""
+        if is_function(source) or isinstance(source, (DataLoader, Dataset, Iterator)):
+            return cls(source, call)
         return None
 
     @property
     def draws(self) -> bool:
         """Whether a function makes the inputs, which are not the next batches of something."""
-        return is_function(self._given)
+        return is_function(self._source)
 
     def __call__(self, index: int) -> Any:
         """The inputs of a batch; raises :class:`UsageError` if there are fewer."""
         return self._call(lambda: self._make(index))
 
     def _make(self, index: int) -> Any:
-        given = self._given
-        if is_function(given):
-            takes_number = _takes_number(given)
-            if takes_number and (index or not accepts(given)):
-                given = given(index)
+        source = self._source
+        if is_function(source):
+            takes_number = _takes_number(source)
+            if takes_number and (index or not accepts(source)):
+                source = source(index)
             else:
-                given = given()
+                source = source()
             if takes_number:
-                return given
-        if index == 0 or not isinstance(given, (DataLoader, Dataset, Iterator)):
-            return given
+                return source
+        if index == 0 or not isinstance(source, (DataLoader, Dataset, Iterator)):
+            return source
 
         def take() -> Any:
-            if given is self._given and isinstance(given, Iterator):
-                self._taken += itertools.islice(given, max(0, index - len(self._taken)))
+            # An iterator gives each item once, and runs may change their inputs in place
+            if source is self._source and isinstance(source, Iterator):
+                self._taken += itertools.islice(source, max(0, index - len(self._taken)))
                 if index <= len(self._taken):
                     return map_tensors(self._taken[index - 1], torch.clone)
                 return _NOTHING
-            goes_on = given is self._given and self._pass is not None and self._pass[0] == index
-            items = None
-            if goes_on and self._pass is not None:
+            # A loader that is asked for batches in order is passed over once
+            if source is self._source and self._pass is not None and self._pass[0] == index:
                 items = self._pass[1]
-            if items is None:
-                items = itertools.islice(_items(given), index, None)
-            item = next(items, _NOTHING)
-            if given is self._given:
-                self._pass = (index + 1, items)
             else:
-                self._pass = None
-            if item is not _NOTHING and isinstance(given, Dataset):
+                items = itertools.islice(_items(source), index, None)
+            item = next(items, _NOTHING)
+            self._pass = None
+            if source is self._source:
+                self._pass = (index + 1, items)
+            if item is not _NOTHING and isinstance(source, Dataset):
                 return default_collate([item])
             return item
 
-        found = call_user_code(f"Taking batch {index} from `inputs`", take)
-        if found is _NOTHING:
+        batch = call_user_code(f"Taking batch {index} from `inputs`", take)
+        if batch is _NOTHING:
             raise NoBatchError(
                 f"`inputs` has no batch {index}; the first is batch 0.", "Give more batches, or ask for fewer."
             )
-        return iter([found])
+        return iter([batch])
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -233,14 +219,13 @@ _NUMBERS = ("index", "number", "seed", "step")
 
 
 def _takes_number(function: Callable[..., Any]) -> bool:
-    """Whether a function that returns inputs takes the number of the batch as its first argument.
-    One with a default value other than 0 is rather a size, a device or a scale.
-    """
+    """Whether a function that returns inputs takes the number of the batch first."""
     if not accepts(function, 0):
         return False
     first = next(iter(parameters_of(function).values()), None)
     if first is None or first.default is first.empty or first.name in _NUMBERS:
         return True
+    # One with another default value is rather a size, a device or a scale
     return type(first.default) is int and first.default == 0
 
 
@@ -256,15 +241,16 @@ def call_code(inputs: Any) -> tuple[str, ...]:
     return ()
 
 
-def _items(given: DataLoader[Any] | Dataset[Any] | Iterator[Any]) -> Iterator[Any]:
+def _items(source: DataLoader[Any] | Dataset[Any] | Iterator[Any]) -> Iterator[Any]:
     """The batches of a loader, the items of others."""
-    if isinstance(given, DataLoader):  # a copy that starts no processes and threads: one batch is wanted
-        given = copy.copy(given)
-        vars(given).update(num_workers=0, prefetch_factor=None, persistent_workers=False, timeout=0, _iterator=None)
-    if isinstance(given, Dataset) and not isinstance(given, IterableDataset):
-        numbers = range(len(given)) if isinstance(given, Sized) else itertools.count()
-        return (given[number] for number in numbers)
-    return iter(given)
+    if isinstance(source, DataLoader):
+        # A copy that starts no processes and threads, since one batch is needed
+        source = copy.copy(source)
+        vars(source).update(num_workers=0, prefetch_factor=None, persistent_workers=False, timeout=0, _iterator=None)
+    if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
+        numbers = range(len(source)) if isinstance(source, Sized) else itertools.count()
+        return (source[number] for number in numbers)
+    return iter(source)
 
 
 def _needed(first: Any, note: str, code: str, forward: Callable[..., Any]) -> Batch:
@@ -272,9 +258,10 @@ def _needed(first: Any, note: str, code: str, forward: Callable[..., Any]) -> Ba
     parameters = parameters_of(forward)
     kinds = {parameter.kind for parameter in parameters.values()}
     required = required_arguments(forward)  # 0: as many as there are
+    # A mapping, such as a batch of a tokenizer: the names that are parameters
     if isinstance(first, Mapping):
-        known = first if inspect.Parameter.VAR_KEYWORD in kinds else parameters
-        names, others = [name for name in first if name in known], [name for name in first if name not in known]
+        accepted = first if inspect.Parameter.VAR_KEYWORD in kinds else parameters
+        names, others = [name for name in first if name in accepted], [name for name in first if name not in accepted]
         if not others:
             return Batch(first, (note,), (f"inputs = {code}",))
         if not names and required == 1:
@@ -291,6 +278,7 @@ def _needed(first: Any, note: str, code: str, forward: Callable[..., Any]) -> Ba
         return Batch(first, (note,), (f"inputs = {code}",))
     if required in (0, len(first)) or required > len(first):
         return Batch(tuple(first), (note,), (f"inputs = tuple({code})",))
+    # More elements than are required: the rest are usually labels
     inputs: Any = tuple(first[:required])
     setup = f"inputs = tuple({code}[:{required}])"
     if required == 1 and isinstance(first[0], torch.Tensor):
@@ -304,36 +292,40 @@ def _needed(first: Any, note: str, code: str, forward: Callable[..., Any]) -> Ba
 
 def _with_tensors(batch: Batch) -> Batch:
     """The batch with tensors in place of NumPy arrays, at any depth."""
-    if isinstance(batch.inputs, Mapping):
-        given = dict(batch.inputs)
-    else:
-        given = batch.inputs
-    arrays = [leaf for leaf in tree_leaves(given) if _is_array(leaf)]
+    inputs = batch.inputs
+    if isinstance(inputs, Mapping):  # which need not be a pytree
+        inputs = dict(inputs)
+    arrays = [leaf for leaf in tree_leaves(inputs) if _is_array(leaf)]
     if not arrays:
         return batch
     wide = ", from fp64 to fp32" if any(map(_is_wide, arrays)) else ""
     note = f"NumPy arrays in `inputs` were converted to tensors{wide}"
-    setup = (*batch.setup, *_conversion_code(given, arrays))
-    return batch._replace(inputs=tree_map(_as_tensor, given), notes=(*batch.notes, note), setup=setup)
+    setup = (*batch.setup, *_conversion_code(inputs, arrays))
+    return batch._replace(inputs=tree_map(_as_tensor, inputs), notes=(*batch.notes, note), setup=setup)
 
 
-def _conversion_code(given: Any, arrays: list[Any]) -> list[str]:
-    """The code that converts the ``arrays`` in ``given``, each by its place if none lies deeper."""
-    if _is_array(given):
-        return [f"inputs = {_array_code('inputs', given)}"]
-    places = given
-    if not isinstance(given, dict):
-        places = dict(enumerate(given))
+def _conversion_code(inputs: Any, arrays: list[Any]) -> list[str]:
+    """Code that converts the ``arrays`` in ``inputs``, each by its place if none is deeper."""
+    if _is_array(inputs):
+        return [f"inputs = {_array_code('inputs', inputs)}"]
+    places = inputs
+    if not isinstance(inputs, dict):
+        places = dict(enumerate(inputs))
     at = {key: value for key, value in places.items() if _is_array(value)}
+    # Some lie deeper
     if len(at) < len(arrays):
         convert = _array_code("x", *arrays)
         return ["import numpy", f"inputs = tree_map_only(numpy.ndarray, lambda x: {convert}, inputs)"]
-    if isinstance(given, dict):
+    if isinstance(inputs, dict):
         code = {key: f"inputs[{json.dumps(key)}]" for key in at}
         return [f"{code[key]} = {_array_code(code[key], array)}" for key, array in at.items()]
-    items = [_array_code(f"inputs[{key}]", at[key]) if key in at else f"inputs[{key}]" for key in places]
-    listed = ", ".join(items)
-    return [f"inputs = [{listed}]" if isinstance(given, list) else f"inputs = ({listed}{',' * (len(items) == 1)})"]
+    # A tuple cannot be changed in place, so it is made anew
+    items = {key: f"inputs[{key}]" for key in places}
+    items |= {key: _array_code(items[key], array) for key, array in at.items()}
+    listed = ", ".join(items.values())
+    if isinstance(inputs, list):
+        return [f"inputs = [{listed}]"]
+    return [f"inputs = ({listed}{',' * (len(items) == 1)})"]
 
 
 def _array_code(name: str, *arrays: Any) -> str:
@@ -386,9 +378,7 @@ def parse_inputs(specs: tuple[str, ...], *, seed: int = 0) -> Any:
     kwargs: dict[str, Tensor] = {}
     for spec in (part for text in specs for part in text.split(",")):
         match = _SHAPE.fullmatch(spec.strip())
-        dtype = None
-        if match:
-            dtype = getattr(torch, match["dtype"] or "float32", None)
+        dtype = match and getattr(torch, match["dtype"] or "float32", None)
         if match is None or not isinstance(dtype, torch.dtype):
             raise UsageError(f"Cannot parse --inputs {spec!r}.", "Examples: 1x3x224x224, 1x128:int64, mask=1x128:bool.")
         shape = []
@@ -420,9 +410,7 @@ def _random(shape: list[int], dtype: torch.dtype, generator: torch.Generator) ->
 
 
 def inputs_code(value: Any) -> str:
-    """Code that makes random inputs like ``value``: tensors, and lists, tuples and mappings of
-    them; other values as they are.
-    """
+    """Code that makes random inputs like ``value``, a tensor or a container; others as they are."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key!r}: {inputs_code(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
@@ -433,21 +421,14 @@ def inputs_code(value: Any) -> str:
     if not isinstance(value, Tensor):
         return repr(value)
     sizes = ", ".join(map(str, value.shape))
-    if value.dim() == 1:
-        shape = f"({sizes},)"
-    else:
-        shape = f"({sizes})"
+    shape = f"({sizes}{',' * (value.dim() == 1)})"
+    dtype = f", dtype={value.dtype}"
     if value.is_floating_point() or value.is_complex():
-        dtype = ""
-        if value.dtype != torch.float32:
-            dtype = f", dtype={value.dtype}"
-        return f"torch.randn({sizes or shape}{dtype})"
+        return f"torch.randn({sizes or shape}{dtype * (value.dtype != torch.float32)})"
+    # Integers are indices or masks: the same range of values, which an embedding has rows for
     highest = 0
     if value.dtype != torch.bool and value.numel():
         highest = int(value.max())
     if highest <= 1:
-        return f"torch.ones({shape}, dtype={value.dtype})"
-    dtype = ""
-    if value.dtype != torch.int64:
-        dtype = f", dtype={value.dtype}"
-    return f"torch.randint(0, {highest + 1}, {shape}{dtype})"
+        return f"torch.ones({shape}{dtype})"
+    return f"torch.randint(0, {highest + 1}, {shape}{dtype * (value.dtype != torch.int64)})"

@@ -1,6 +1,4 @@
-"""Keeps existing files as they are while the user's code runs: what would write to one writes to a
-temporary copy.
-"""
+"""Keeps existing files as they are while the user's code runs, which writes to copies of them."""
 
 from __future__ import annotations
 
@@ -25,21 +23,20 @@ from lowprec_check.process.process_group import GUARDIAN
 @contextlib.contextmanager
 def replaced(place: Any, name: str, function: Any) -> Iterator[None]:
     """Inside, ``function`` stands for the attribute ``name`` of ``place``."""
-    kept = getattr(place, name)
+    original = getattr(place, name)
     setattr(place, name, function)
     try:
         yield
     finally:
-        setattr(place, name, kept)
+        setattr(place, name, original)
 
 
 class KeptFiles(contextlib.ExitStack):
-    """While it is entered, no file that existed before is changed or removed through ``open``,
-    :mod:`os`, :mod:`shutil` or ``torch.save``.
+    """Inside, ``open``, :mod:`os`, :mod:`shutil` and ``torch.save`` change no file that exists.
 
     Code that opens one for writing gets a copy, which it also reads from then on; a removed file or
-    folder counts as removed where it is made anew. What other processes and libraries in C write is
-    not seen.
+    folder counts as removed where it is made anew. Other processes and libraries in C can change
+    files.
     """
 
     def __init__(self) -> None:
@@ -55,21 +52,22 @@ class KeptFiles(contextlib.ExitStack):
     @property
     def notes(self) -> tuple[str, ...]:
         """Which files were kept, in a sentence."""
-        shown = [show_file(path) for path in self._kept]
-        if not shown:
+        names = [show_file(path) for path in self._kept]
+        if not names:
             return ()
-        more = ""
-        if len(shown) > 3:
-            more = f" and {len(shown) - 3} more"
-        return (f"the file writes to or removes {', '.join(shown[:3])}{more}, which the scan left as they are",)
+        more = f" and {len(names) - 3} more" * (len(names) > 3)
+        return (f"the file writes to or removes {', '.join(names[:3])}{more}, which the scan left as they are",)
 
     def __enter__(self) -> KeptFiles:
         """Replace the functions that change files."""
+        # Files that the user's code makes from now on are to have a later time than existing ones
         self._since = _time_of_files()
         deadline = system.monotonic() + _TICK_SECONDS
         while _time_of_files() <= self._since and system.monotonic() < deadline:
             system.sleep(0.001)
-        files = [os, *([pathlib._normal_accessor] if hasattr(pathlib, "_normal_accessor") else [])]  # Python 3.10
+        files: list[Any] = [os]
+        if hasattr(pathlib, "_normal_accessor"):  # Python 3.10, which has copies of the functions of os
+            files.append(pathlib._normal_accessor)
         for place in (builtins, io, *files[1:]):
             self._replace(place, "open", self._open)
         for place in files:
@@ -78,7 +76,7 @@ class KeptFiles(contextlib.ExitStack):
             for name in ("rename", "replace"):
                 self._replace(place, name, self._rename)
             self._replace(place, "mkdir", self._make_folder)
-        self._replace(os, "truncate", self._truncate)
+        self._replace(os, "truncate", lambda original: lambda path, size: original(self._place(path, "r+"), size))
         self._replace(shutil, "rmtree", self._remove)
         self._replace(torch, "save", self._save)
         return self
@@ -90,17 +88,15 @@ class KeptFiles(contextlib.ExitStack):
     # -- Which files, and where their copies are
 
     def _is_kept(self, path: Any) -> bool:
-        """Whether ``path`` is a file or folder that existed before. The time of a folder changes
-        with what it holds.
-        """
+        """Whether ``path`` is a file or folder that existed before."""
         try:
-            found = os.lstat(path)
+            status = os.lstat(path)
         except (OSError, TypeError, ValueError):
             return False
-        is_folder = stat.S_ISDIR(found.st_mode)
-        if is_folder:
+        # The time of a folder changes with what it holds
+        if stat.S_ISDIR(status.st_mode):
             return _name(path) not in self._made
-        return found.st_ctime_ns <= self._since
+        return status.st_ctime_ns <= self._since
 
     def _place(self, path: Any, mode: str) -> Any:
         """Where to open ``path``: there, or at its copy if it must be kept."""
@@ -113,6 +109,7 @@ class KeptFiles(contextlib.ExitStack):
         if self._folder is None:
             self._folder = tempfile.mkdtemp(dir=GUARDIAN.temporary_folder())
         copy = os.path.join(self._folder, f"{len(self._copies)}-{os.path.basename(name)}")
+        # The user's code adds to the file, or reads what it does not overwrite
         if "w" not in mode and name not in self._removed:
             shutil.copyfile(name, copy)
         self._copies[name] = copy
@@ -121,22 +118,22 @@ class KeptFiles(contextlib.ExitStack):
 
     # -- The functions
 
-    def _open(self, kept: Callable[..., Any]) -> Callable[..., Any]:
+    def _open(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def open_(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-            return kept(self._place(file, mode) if isinstance(mode, str) else file, mode, *args, **kwargs)
+            return original(self._place(file, mode) if isinstance(mode, str) else file, mode, *args, **kwargs)
 
         return open_
 
-    def _save(self, kept: Callable[..., Any]) -> Callable[..., Any]:
+    def _save(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-            kept(obj, self._place(f, "w"), *args, **kwargs)
+            original(obj, self._place(f, "w"), *args, **kwargs)
 
         return save
 
-    def _remove(self, kept: Callable[..., Any]) -> Callable[..., Any]:
+    def _remove(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def remove(path: Any, *args: Any, **kwargs: Any) -> Any:
             if kwargs.get("dir_fd") is not None or not self._is_kept(path):
-                return kept(path, *args, **kwargs)
+                return original(path, *args, **kwargs)
             name = _name(path)
             self._removed.add(name)
             self._kept[name] = None
@@ -144,10 +141,10 @@ class KeptFiles(contextlib.ExitStack):
 
         return remove
 
-    def _rename(self, kept: Callable[..., Any]) -> Callable[..., Any]:
+    def _rename(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def rename(source: Any, target: Any, **kwargs: Any) -> None:
             if kwargs or not (self._is_kept(source) or self._is_kept(target)):
-                kept(source, target, **kwargs)
+                original(source, target, **kwargs)
                 return
             if os.path.isfile(source):
                 shutil.copyfile(self._place(source, "r"), self._place(target, "w"))
@@ -157,22 +154,17 @@ class KeptFiles(contextlib.ExitStack):
 
         return rename
 
-    def _make_folder(self, kept: Callable[..., Any]) -> Callable[..., Any]:
+    def _make_folder(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def make(path: Any, *args: Any, **kwargs: Any) -> None:
             name = _name(path)
-            if (
-                kwargs.get("dir_fd") is None
-                and os.path.isdir(name)
-                and any(name.startswith(each) for each in self._removed)
-            ):
+            # A folder that counts as removed, or lies in one, is still there
+            is_removed = any(name.startswith(removed) for removed in self._removed)
+            if kwargs.get("dir_fd") is None and os.path.isdir(name) and is_removed:
                 return
-            kept(path, *args, **kwargs)
+            original(path, *args, **kwargs)
             self._made.add(name)
 
         return make
-
-    def _truncate(self, kept: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda path, length: kept(self._place(path, "r+"), length)
 
 
 _TICK_SECONDS = 0.05

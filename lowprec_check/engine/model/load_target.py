@@ -1,6 +1,4 @@
-"""Loads a target from a file, a dotted name or a zoo: the model, its weights, its inputs, and an
-optional loss.
-"""
+"""Loads a target from a file, a dotted name or a zoo: model, weights, inputs, an optional loss."""
 
 from __future__ import annotations
 
@@ -78,8 +76,7 @@ def load_target(
     *,
     stream: bool = False,
 ) -> Target:
-    """Load ``file.py``, ``file.py:attr``, ``package.module:attr`` or a name in one of the
-    :data:`ZOOS`.
+    """Load ``file.py``, ``file.py:attr``, ``package.module:attr`` or a name in :data:`ZOOS`.
 
     ``inputs`` are shapes (``1x3x224x224``, ``ids=1x128:int64``) that replace the inputs of the
     file; ``weights`` is a file with a state dict; ``arguments`` are those of a script, of whose
@@ -98,7 +95,8 @@ def load_target(
             f"--stream reads weights from files of safetensors, and {spec} has none.",
             "Pass hf:FOLDER, or a file that makes the model and --weights FILE.safetensors.",
         )
-    kept, sys.argv = sys.argv, [spec.rpartition(":")[0] or spec, *arguments]
+    # What the user's code prints must not mix with the report on stdout
+    argv, sys.argv = sys.argv, [spec.rpartition(":")[0] or spec, *arguments]
     try:
         with contextlib.redirect_stdout(sys.stderr), torchvision_works(), without_extension() as left_out:
             if zoo == "hf":
@@ -119,7 +117,7 @@ def load_target(
             target = target._replace(notes=(*target.notes, *left_out.notes))
             return call_user_code(f"Reading {type(target.model).__name__}", lambda: check(target))
     finally:
-        sys.argv = kept
+        sys.argv = argv
 
 
 # -- The target that a module defines
@@ -139,6 +137,7 @@ def _load_from_module(spec: str, inputs: tuple[str, ...], steps: int) -> Target:
     else:
         imported = import_name(path, names)
     module, (call, notes, _) = imported
+    # What only the script does below its main guard needs another run, as the main program
     script = None
     if steps and is_script and call is None and _trains_as_script(module):
         script = run_script(Path(path), module.__package__, steps)
@@ -147,51 +146,54 @@ def _load_from_module(spec: str, inputs: tuple[str, ...], steps: int) -> Target:
             return _target_of_training(run.ran.training, run, inputs)
     other_inputs = ", --inputs" if inputs else ""
     try:
-        given = _given_inputs(module, inputs)
-        if call is not None and attribute is None and (given is None or "model" not in vars(module)):
+        model_inputs = _given_inputs(module, inputs)
+        if call is not None and attribute is None and (model_inputs is None or "model" not in vars(module)):
             return _target_of_call(call, imported, inputs, steps)
-        name, found = _find_model(module, attribute)
-        model = found
-        if not isinstance(found, nn.Module) and callable(found):
-            model = call_function(name, found)
-            if not isinstance(model, nn.Module):
-                raise UsageError(
-                    f"{display_name(module)}:{name} returned an object of type {type(model).__name__}, not a torch.nn.Module.",
-                    f"Return the model from `{name}`.",
-                )
-        if given is None and call is not None and call.model is model:
-            given, other_inputs = _inputs_of(call), f", called at {call.line}"
-        if given is None:
+        name, definition = _find_model(module, attribute)
+        model = _model_of(module, name, definition)
+        if model_inputs is None and call is not None and call.model is model:
+            model_inputs, other_inputs = _inputs_of(call), f", called at {call.line}"
+        if model_inputs is None:
             raise _UndefinedError(f"{display_name(module)} defines no `inputs`.", PASTE_INPUTS)
     except _UndefinedError as error:
-        script = script or (run_script(Path(path), module.__package__, steps) if is_script else None)
+        # The script may call a model that it does not define at its top level
+        if is_script and script is None:
+            script = run_script(Path(path), module.__package__, steps)
         if script is None or script.ran.call is None:
             raise error from None
-        if script.ran.training is not None:
-            return _target_of_training(script.ran.training, script, inputs)
         return _target_of_call(script.ran.call, script, inputs, steps)
     made_at = file_start(module)
+    title = type(model).__name__
     if attribute:
         title = f"{Path(path).stem if is_file else path}:{name}"
-    else:
-        title = type(model).__name__
     return unchecked_target(
         model,
-        given,
+        model_inputs,
         name=encodable(title),
         source=definition_line(module, name) if made_at else None,
         made_at=made_at,
         taken=f"{name} of {os.path.basename(display_name(module))}{other_inputs}",
-        setup=_setup(module, name, found, inputs, None if is_file else path),
+        setup=_setup(module, name, definition, inputs, None if is_file else path),
         notes=(*notes, *_stopped(None if steps else call, module)),
         **_other_parts(module, inputs),
     )
 
 
+def _model_of(module: types.ModuleType, name: str, definition: Any) -> Any:
+    """The model that ``definition`` is, or returns when it is called."""
+    if isinstance(definition, nn.Module) or not callable(definition):
+        return definition
+    model = call_function(name, definition)
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"{display_name(module)}:{name} returned an object of type {type(model).__name__}, not a torch.nn.Module.",
+            f"Return the model from `{name}`.",
+        )
+    return model
+
+
 def _trains_as_script(module: types.ModuleType) -> bool:
-    """Whether the file may make steps of training when it is run as a script: it has a main guard,
-    and defines no loss and no optimizer.
-    """
+    """Whether the file may train as a script: a main guard, and no loss or optimizer."""
     defined = any(attribute_of(module, name) is not None for name in ("loss", "criterion", "optimizer"))
     return not defined and bool(_MAIN_GUARD.search(Path(module.__file__ or "").read_text("utf-8", "replace")))
 
@@ -206,17 +208,28 @@ def _target_of_training(training: ObservedTraining, script: UserModule, inputs: 
             f"{display_name(script.module)} is trained on its own batches, which --inputs cannot replace.", DEFINE_PARTS
         )
     forward = forward_of(training.model)
+    # Each batch in the form of inputs that a user gives, and from that in the form of a call
     calls = [_inputs_of(ModelCall(training.model, *batch[:2], training.line)) for batch in training.batches]
     batches = [
         ObservedBatch(*as_call(call, forward)[:2], batch.targets)
         for call, batch in zip(calls, training.batches, strict=True)
     ]
+    # What the names of code to paste mean in this script
+    if len(training.optimizers) > 1:
+        made = ", ".join(training.optimizers)
+        names = (
+            f"`model(...)` stands for all that it computes up to its next loss, `optimizers` for those made at {made}"
+        )
+    elif isinstance(training.model, ScriptStep):
+        names = "`model(...)` stands for all that it computes up to its loss, `optimizer` for its optimizer"
+    else:
+        names = "`model` is the model that it calls, `inputs` what it is called with, `optimizer` its optimizer"
     target = unchecked_target(
         training.model,
         calls[0],
         source=training.line,
         taken=f"the training step that the script makes at {training.line}",
-        setup=(f"# in the step at {training.line}: {_stands_for(training)}",),
+        setup=(f"# in the step at {training.line}: {names}",),
         notes=(*training.notes, *script.ran.notes),
         loss=training.loss,
         optimizer=training.optimizer,
@@ -225,29 +238,17 @@ def _target_of_training(training: ObservedTraining, script: UserModule, inputs: 
     return target._replace(targets=training.batches[0].targets)
 
 
-def _stands_for(training: ObservedTraining) -> str:
-    """What the names of code to paste mean in a script, with one call or with several."""
-    if len(training.optimizers) > 1:
-        made = ", ".join(training.optimizers)
-        return (
-            f"`model(...)` stands for all that it computes up to its next loss, `optimizers` for those made at {made}"
-        )
-    if isinstance(training.model, ScriptStep):
-        return "`model(...)` stands for all that it computes up to its loss, `optimizer` for its optimizer"
-    return "`model` is the model that it calls, `inputs` what it is called with, `optimizer` its optimizer"
-
-
 def _target_of_call(call: ModelCall, script: UserModule, inputs: tuple[str, ...], steps: int) -> Target:
-    """The target of the first call of a model in a script, which makes no ``steps`` of training if
-    they are wanted.
-    """
+    """The target of the first call in a script, or of its ``steps`` of training if it makes any."""
+    if script.ran.training is not None:
+        return _target_of_training(script.ran.training, script, inputs)
     module, notes = script.module, script.ran.notes
-    given, parts = _given_inputs(module, inputs), _other_parts(module, inputs)
+    new_inputs, parts = _given_inputs(module, inputs), _other_parts(module, inputs)
     if not steps and parts["loss"] is not None and required_arguments(parts["loss"]) > 1:
         parts["loss"] = None  # a call of the model has no targets
     return unchecked_target(
         call.model,
-        _inputs_of(call) if given is None else given,
+        _inputs_of(call) if new_inputs is None else new_inputs,
         source=call.line,
         taken="; ".join([f"called at {call.line}, the first call of a model in the script", *call.passed_over]),
         setup=(f"# before {call.line}: `model` is the model that this line calls, `inputs` what it is called with",),
@@ -260,12 +261,9 @@ def _inputs_of(call: ModelCall) -> Any:
     """What the model is called with, in a form in which inputs can be given."""
     if call.args and call.kwargs:
         return bind(forward_of(call.model), call.args, call.kwargs)
-    is_tensor = len(call.args) == 1 and isinstance(call.args[0], Tensor)
-    if not call.args:
-        return call.kwargs
-    if is_tensor:
+    if len(call.args) == 1 and isinstance(call.args[0], Tensor):
         return call.args[0]
-    return call.args
+    return call.args or call.kwargs
 
 
 _PARTS = ("loss", "criterion", "optimizer", "average", "metric", "calibration")
@@ -273,14 +271,14 @@ _PARTS = ("loss", "criterion", "optimizer", "average", "metric", "calibration")
 
 
 def _stopped(call: ModelCall | None, module: types.ModuleType) -> Iterator[str]:
-    """A note on a file that calls a model when it is imported, and on what it defines after that."""
+    """A note on a file that calls a model when imported, and on what it defines after that."""
     if call is None:
         return
     later = [name for name in _PARTS if name not in vars(module) and definition_line(module, name, loops=False)]
-    unused = ""
+    passed_over = ""
     if later:
-        unused = f": {', '.join(later)} below is not used"
-    yield f"the file was run up to its first call of a model, at {call.line}{unused}"
+        passed_over = f": {', '.join(later)} below is not used"
+    yield f"the file was run up to its first call of a model, at {call.line}{passed_over}"
 
 
 def _split(spec: str) -> tuple[str, str | None]:
@@ -291,14 +289,15 @@ def _split(spec: str) -> tuple[str, str | None]:
     if path.endswith(".py"):
         return path, attribute or None
     if not attribute and os.path.lexists(path):
-        kind = "a file with another suffix" if os.path.isfile(path) else "no regular file"
-        if os.path.isdir(path):
-            has_config = os.path.exists(os.path.join(path, "config.json"))
+        # A path that exists, and that was probably given by mistake
+        if os.path.exists(os.path.join(path, "config.json")):
+            kind = f"a folder (with hf:{path} its config.json is loaded)"
+        elif os.path.isdir(path):
             kind = "a folder"
-            if has_config:
-                kind = f"a folder (with hf:{path} its config.json is loaded)"
         elif path.endswith(".ipynb"):
             kind = "a notebook (jupyter nbconvert --to script makes a Python file of it)"
+        else:
+            kind = "a file with another suffix" if os.path.isfile(path) else "no regular file"
         raise UsageError(f"{spec} is {kind}, not a Python file.", f"Pass {FORMS}.")
     if not (attribute and all(part.isidentifier() for part in path.split("."))):
         raise UsageError(f"{spec!r} is neither a Python file nor an attribute of a module.", f"Pass {FORMS}.")
@@ -309,32 +308,12 @@ _MISSING = object()
 
 
 def _find_model(module: types.ModuleType, attribute: str | None) -> tuple[str, Any]:
-    """The name and the value of what is a model or makes one: ``attribute``, else ``model``, else
-    the only candidate.
-    """
-    found = attribute_of(module, attribute or "model", _MISSING)
-    if found is not _MISSING:
-        return attribute or "model", found
-    candidates, name = _candidates(module, every=attribute is not None), display_name(module)
-    if attribute is not None:
-        hint = "It defines nothing that makes a model."
-        if candidates:
-            hint = f"Choose from: {', '.join(candidates)}."
-        raise UsageError(f"{name} has no attribute {attribute!r}.", hint)
-    if len(candidates) == 1:
-        return candidates[0], vars(module)[candidates[0]]
-    if candidates:
-        choices = "\n".join(f"    lowprec-check scan {name}:{choice}" for choice in candidates)
-        raise _UndefinedError(f"{name} defines several models.", f"Choose one:\n{choices}")
-    raise _UndefinedError(
-        f"{name} defines no model.", "Define `model`: a torch.nn.Module, or a function that returns one."
-    )
-
-
-def _candidates(module: types.ModuleType, *, every: bool) -> list[str]:
-    """Names of modules at the top level; if none, or of ``every`` kind, of factory functions; then
-    of classes that need no argument.
-    """
+    """What is or makes a model, with its name: ``attribute``, ``model``, or the only candidate."""
+    value = attribute_of(module, attribute or "model", _MISSING)
+    if value is not _MISSING:
+        return attribute or "model", value
+    name = display_name(module)
+    public = {key: value for key, value in vars(module).items() if not key.startswith("_")}
 
     def needs_no_argument(kind: Any) -> bool:
         if not (isinstance(kind, type) and issubclass(kind, nn.Module)) or kind.__module__ != module.__name__:
@@ -345,31 +324,40 @@ def _candidates(module: types.ModuleType, *, every: bool) -> list[str]:
             return False
         return True
 
-    public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    instances = [name for name, value in public.items() if isinstance(value, nn.Module)]
-    factories = [name for name, value in public.items() if name in FACTORIES and callable(value)]
-    classes = [name for name, value in public.items() if needs_no_argument(value)]
-    if every:
-        return list(dict.fromkeys([*instances, *factories, *classes]))
-    return instances or factories or classes
+    instances = [key for key, value in public.items() if isinstance(value, nn.Module)]
+    factories = [key for key, value in public.items() if key in FACTORIES and callable(value)]
+    classes = [key for key, value in public.items() if needs_no_argument(value)]
+    if attribute is not None:
+        candidates = list(dict.fromkeys([*instances, *factories, *classes]))
+        hint = "It defines nothing that makes a model."
+        if candidates:
+            hint = f"Choose from: {', '.join(candidates)}."
+        raise UsageError(f"{name} has no attribute {attribute!r}.", hint)
+    # A model at the top level is meant rather than what could make another one
+    candidates = instances or factories or classes
+    if len(candidates) == 1:
+        return candidates[0], public[candidates[0]]
+    if candidates:
+        choices = "\n".join(f"    lowprec-check scan {name}:{choice}" for choice in candidates)
+        raise _UndefinedError(f"{name} defines several models.", f"Choose one:\n{choices}")
+    raise _UndefinedError(
+        f"{name} defines no model.", "Define `model`: a torch.nn.Module, or a function that returns one."
+    )
 
 
 def _setup(
-    module: types.ModuleType, name: str, found: Any, inputs: tuple[str, ...], imported: str | None
+    module: types.ModuleType, name: str, definition: Any, inputs: tuple[str, ...], imported: str | None
 ) -> tuple[str, ...]:
-    """Code that makes ``model`` and ``inputs`` from what the module, which may be ``imported`` by
-    that name, defines.
-    """
+    """Code that makes ``model`` and ``inputs`` of the module, which may be ``imported``."""
     lines = []
     if imported is not None:
-        own_inputs = []
+        names = [name]
         if not inputs:
-            own_inputs = ["inputs"]
-        own_calibration = []
+            names.append("inputs")
         if attribute_of(module, "calibration") is not None:
-            own_calibration = ["calibration"]
-        lines.append(f"from {imported} import {', '.join([name, *own_inputs, *own_calibration])}")
-    if not isinstance(found, nn.Module) and callable(found):
+            names.append("calibration")
+        lines.append(f"from {imported} import {', '.join(names)}")
+    if not isinstance(definition, nn.Module) and callable(definition):
         lines.append(f"model = {name}()")
     elif name != "model":
         lines.append(f"model = {name}")
@@ -383,21 +371,21 @@ def _setup(
 
 
 def _given_inputs(module: types.ModuleType, inputs: tuple[str, ...]) -> Any:
-    """The inputs asked for, or those that the module defines; ``None`` if there are none. A loop's
-    variable may hold anything.
-    """
+    """The inputs asked for, or those that the module defines; ``None`` if there are none."""
     make_batch = _make_batch(module, inputs)
     if make_batch is not None:
         return make_batch(0)
-    given = attribute_of(module, "inputs")
+    # The variable of a loop may hold anything
     is_loop_variable = definition_line(module, "inputs") and not definition_line(module, "inputs", loops=False)
-    return None if is_loop_variable else given
+    return None if is_loop_variable else attribute_of(module, "inputs")
 
 
 def _criterion(module: types.ModuleType) -> Any:
     """The file's ``criterion``, another name of the loss, if it can be called."""
-    found = attribute_of(module, "criterion")
-    return found if is_function(found) and not isinstance(found, type) else None
+    criterion = attribute_of(module, "criterion")
+    if is_function(criterion) and not isinstance(criterion, type):
+        return criterion
+    return None
 
 
 def _make_batch(module: types.ModuleType, inputs: tuple[str, ...]) -> Callable[[int], Any] | None:
@@ -407,14 +395,11 @@ def _make_batch(module: types.ModuleType, inputs: tuple[str, ...]) -> Callable[[
 
 
 def _other_parts(module: types.ModuleType, inputs: tuple[str, ...]) -> dict[str, Any]:
-    """What a file may define besides its model and inputs; ``None`` for what it does not define.
-
-    A training script has an optimizer: one like it is used. Its `loss` may be a number, such as a
-    sum that it starts from.
-    """
-    found: dict[str, Any] = {}
+    """What a file may define besides its model and inputs; ``None`` for what it does not define."""
+    parts: dict[str, Any] = {}
     for name in ("loss", "metric"):
         value = attribute_of(module, name)
+        # The `loss` of a training script may be a number, such as a sum that it starts from
         if name == "loss" and isinstance(value, (Tensor, int, float)):
             value = None
         if name == "loss" and value is None:
@@ -424,10 +409,12 @@ def _other_parts(module: types.ModuleType, inputs: tuple[str, ...]) -> dict[str,
                 f"`{name}` in {display_name(module)} has type {type(value).__name__}, not a function.",
                 f"Make `{name}` a function, or rename it.",
             )
-        found[name] = value
+        parts[name] = value
     for name, kind in (("optimizer", Optimizer), ("average", ())):
         value = attribute_of(module, name)
-        found[name] = value if is_function(value) or isinstance(value, kind) else None
+        parts[name] = None
+        if is_function(value) or isinstance(value, kind):  # one like an optimizer is made
+            parts[name] = value
     calibration = attribute_of(module, "calibration")
-    found["calibrate"] = check_calibration(calibration, f"`calibration` in {display_name(module)}")
-    return found | {"make_batch": _make_batch(module, inputs)}
+    parts["calibrate"] = check_calibration(calibration, f"`calibration` in {display_name(module)}")
+    return parts | {"make_batch": _make_batch(module, inputs)}

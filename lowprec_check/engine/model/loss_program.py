@@ -29,18 +29,16 @@ class Backward(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """A part of a step: gradients are cleared, losses are computed, ``backward()`` is called of
-    their sum, optimizers make their steps.
-
-    ``clears`` and ``steps`` are the numbers of these optimizers.
-    """
+    """Part of a step: gradients are cleared, losses computed, optimizers make their steps."""
 
     clears: tuple[int, ...]
+    """Numbers of the optimizers whose gradients are cleared."""
     losses: tuple[Tensor, ...]
     """Empty once the program is released."""
     nodes: int
     """How many were recorded before its last ``backward()``."""
     steps: tuple[int, ...]
+    """Numbers of the optimizers that make a step."""
 
 
 @dataclasses.dataclass
@@ -58,8 +56,7 @@ class _Step:
 
 
 class Program:
-    """What leads from tensors, and the weights that are ``trained``, to the losses of ``plan``:
-    calls of models, and functions of torch.
+    """The calls of models and functions that lead from ``trained`` weights to losses of ``plan``.
 
     Raises :class:`UnrepeatableError`. ``copies`` are of tensors that were changed in place after
     they were read. What models read besides, and what is drawn at random, is an input; what
@@ -74,36 +71,36 @@ class Program:
         copies: Mapping[tuple[int, int], Tensor],
     ) -> None:
         losses = [loss for phase in plan for loss in phase.losses]
-        dependent, needed = set(trained), {id(loss) for loss in losses}
-        left: set[int] = set()
-        """What leads, without gradients, to a number, a random draw or a change in place: that of a
-        rollout is data, as it is.
-        """
+        # What leads, without gradients, to a number, a random draw or a change in place is data,
+        # such as that of a rollout: it stays as it is
+        data: set[int] = set()
         for node in reversed(nodes):
-            is_left = node.name in NUMBERS or node.draws or node.changed or node.written() & left
-            left |= {id(tensor) for tensor in node.reads} if is_left and not node.has_gradients else set()
-        depends = []
+            becomes_data = node.name in NUMBERS or node.draws or node.changed or node.written() & data
+            if becomes_data and not node.has_gradients:
+                data |= {id(tensor) for tensor in node.reads}
+        # Which nodes depend on weights that are trained
+        dependent, depends = set(trained), []
         for node in nodes:
             is_model = isinstance(node.call, nn.Module)
             calls_trained = is_model and any(id(p) in trained for p in node.call.parameters())  # type: ignore[attr-defined]
-            is_data = is_model and not node.has_gradients and bool(node.written() & left)
+            is_data = is_model and not node.has_gradients and bool(node.written() & data)
             depends.append(not is_data and (calls_trained or any(id(tensor) in dependent for tensor in node.reads)))
             if depends[-1]:
                 dependent |= node.written()
-        kept: list[int] = []
+        # What the losses need, from the end. What models read is an input of theirs, as it is;
+        # what functions read besides is computed again if it can be
+        needed = {id(loss) for loss in losses}
+        repeated: list[int] = []
         of_models: set[int] = set()
-        """What models read is an input of theirs, as it is; what functions read besides is computed
-        again if it can be.
-        """
         for index in reversed(range(len(nodes))):
             node, written = nodes[index], nodes[index].written()
-            is_again = depends[index] or (not written & of_models and node.is_pure)
-            if written & needed and is_again and node.name not in NUMBERS:
+            can_repeat = depends[index] or (not written & of_models and node.is_pure)
+            if written & needed and can_repeat and node.name not in NUMBERS:
                 needed |= {id(tensor) for tensor in node.reads}
                 of_models |= {id(tensor) for tensor in node.reads if isinstance(node.call, nn.Module)}
-                kept.append(index)
-        self.nodes = [nodes[index] for index in reversed(kept)]
-        self.phases = [sum(index >= phase.nodes for phase in plan) for index in reversed(kept)]
+                repeated.append(index)
+        self.nodes = [nodes[index] for index in reversed(repeated)]
+        self.phases = [sum(index >= phase.nodes for phase in plan) for index in reversed(repeated)]
         self.autocasts = {dtype: None for node in self.nodes for dtype in node.autocasts.values()}
         """The dtypes of autocast in which it is computed."""
         self.gradient_rounding = max([1e-3, *(2 * torch.finfo(dtype).eps for dtype in self.autocasts)])
@@ -112,82 +109,84 @@ class Program:
         copies of the weights add their gradients in 16 bits.
         """
         self.plan, self.losses, self._values = list(plan), losses, dict[int, Tensor]()
+        # Numbers that are made of a loss, such as those that are printed, do not matter
         after = {id(loss) for loss in losses}
         for node in nodes:
             if any(id(tensor) in after for tensor in node.reads):
                 after |= node.written()
         self.numbers = [
             node
-            for index, node in enumerate(nodes[: max(kept, default=0)])
-            if index > kept[-1] and node.name in NUMBERS and depends[index] and id(node.reads[0]) not in after
+            for index, node in enumerate(nodes[: max(repeated, default=0)])
+            if index > repeated[-1] and node.name in NUMBERS and depends[index] and id(node.reads[0]) not in after
         ]
         """Where the user's code made numbers of what the loss may depend on."""
         self.calls = [node for node in self.nodes if isinstance(node.call, nn.Module)]
         self.trained, self._keys = trained, dict[int, Tensor]()
-        self._inputs = self._found_inputs(copies)
+        self._inputs = self._find_inputs(copies)
         self._parameters: dict[int, str] = {}
         """Names in the root, by key."""
         self._steps: list[_Step] = []
 
-    def _found_inputs(self, copies: Mapping[tuple[int, int], Tensor]) -> dict[int, Tensor]:
+    def _find_inputs(self, copies: Mapping[tuple[int, int], Tensor]) -> dict[int, Tensor]:
+        """What the nodes read, and neither make nor train."""
         made: set[int] = set()
-        found: dict[int, Tensor] = {}
+        inputs: dict[int, Tensor] = {}
         for node in self.nodes:
             for tensor, version in zip(node.reads, node.versions, strict=True):
                 if id(tensor) in made or id(tensor) in self.trained:
                     continue
                 if tensor.grad_fn is not None and _reaches(tensor, self.trained):
+                    function = tensor.grad_fn.name()
                     raise UnrepeatableError(
-                        f"{node.line} reads a tensor that {tensor.grad_fn.name()} made of the weights, in code that is not Python"
+                        f"{node.line} reads a tensor that {function} made of the weights, in code that is not Python"
                     )
+                # Its values at the time of the call; a model has copies of all that it reads
                 source = tensor
                 if not isinstance(node.call, nn.Module) and version_of(tensor) != version:
                     if (id(tensor), version) not in copies:
                         raise UnrepeatableError(f"a tensor that {node.line} reads is changed in place later")
                     source = copies[id(tensor), version]
                     node.read_instead(tensor, source)
-                found[id(source)] = source
+                inputs[id(source)] = source
             made |= node.written()
-        lost = [loss for loss in self.losses if id(loss) not in made]
-        if lost:
+        if any(id(loss) not in made for loss in self.losses):
             raise UnrepeatableError("the loss was computed in a way that no function of torch shows")
-        return found
+        return inputs
 
     @property
     def single(self) -> Node | None:
-        """The only call of a model, if the loss follows from its output, and it does not depend on
-        what is computed before it.
-        """
+        """The only call of a model, if the loss follows from its output and it reads inputs."""
         if len(self.calls) != 1 or len(self.losses) > 1 or len(self.plan[0].steps) > 1:
             return None
         (call,) = self.calls
         own = {id(parameter) for parameter in call.call.parameters()}  # type: ignore[attr-defined]
         others = [tensor for node in self.nodes if node is not call for tensor in node.reads]
         is_leaf = all(id(tensor) in self._inputs for tensor in call.reads)
-        shared = any(tensor.requires_grad and any(tensor is one for one in call.reads) for tensor in others)
+        shared = any(tensor.requires_grad and any(tensor is read for read in call.reads) for tensor in others)
         foreign = any(id(tensor) in self.trained and id(tensor) not in own for tensor in others)
         return call if is_leaf and not shared and not foreign else None
 
     def bind(self, root: nn.Module, models: dict[nn.Module, str]) -> list[Tensor]:
-        """Prepare to be run with ``root``, in which the weights are, and in which the ``models``
-        have names.
+        """Prepare to be run with ``root``, which holds the weights and the ``models`` by name.
 
         Returns copies of the inputs: those of models too, unless ``root`` is the only model, which
         is then called by others.
         """
+        # Which inputs the recorded calls read; those of the only model come with its call
         names = {id(parameter): name for name, parameter in root.named_parameters()}
         single = self.single if not models else None
-        given: dict[int, Tensor] = {}
+        copied: dict[int, Tensor] = {}
         for call in self.calls:
             copies = [tensor for _, tensor in leaves(call.given)]
-            given |= {id(tensor): copy for tensor, copy in zip(call.reads, copies, strict=True)}
+            copied |= {id(tensor): copy for tensor, copy in zip(call.reads, copies, strict=True)}
         wanted = {id(t) for node in self.nodes if node is not single for t in node.reads if id(t) in self._inputs}
         inputs = []
         self.input_keys = []
         for identity in (identity for identity in self._inputs if identity in wanted):
-            tensor = given.get(identity, self._inputs[identity])
+            tensor = copied.get(identity, self._inputs[identity])
             inputs.append(tensor.detach().clone().requires_grad_(self._inputs[identity].requires_grad))
             self.input_keys.append(self._key(self._inputs[identity]))
+        # Placeholders stand for all tensors, so that these can be freed
         for node, phase in zip(self.nodes, self.phases, strict=True):
             if node is single:
                 args, kwargs = ((), {})
@@ -200,6 +199,7 @@ class Program:
             for tensor in node.reads:
                 if id(tensor) in self.trained and id(tensor) in names:
                     self._parameters[self._key(tensor)] = names[id(tensor)]
+        # Programs of equal form can share the code of a step, and differ in their inputs only
         self.loss_keys = [[self._key(loss) for loss in phase.losses] for phase in self.plan]
         plan = [(phase.clears, len(phase.losses), phase.steps) for phase in self.plan]
         self.form = repr((plan, [self._form_of(step) for step in self._steps]))
@@ -223,9 +223,8 @@ class Program:
     def _form_of(self, step: _Step) -> Any:
         """What two programs have in common if they differ by their tensors only."""
         order = {id(tensor): number for number, tensor in enumerate(self._keys.values())}
-        if step.model is not None:
-            what = step.model
-        else:
+        what = step.model
+        if what is None:
             what = getattr(step.node.call, "__qualname__", step.node.name)
         return what, step.phase, map_tensors((step.args, step.kwargs), lambda tensor: order[id(tensor)])
 
@@ -238,12 +237,12 @@ class Program:
         again: Callable[[], Any] | None = None,
         phase: int = 0,
     ) -> list[Tensor]:
-        """The losses of a phase, from inputs like those of :meth:`bind`, and the ``output`` of the
-        only model; phases follow each other.
+        """The losses of the next phase, from inputs like those of :meth:`bind`, and the ``output``.
 
-        ``again`` calls the only model, if there is one: everything is then computed under autocast
-        and from the random numbers of the recording.
+        ``output`` is that of the only model, which ``again`` calls, if given: all is then computed
+        under autocast and from the random numbers of the recording.
         """
+        # Later phases read what earlier ones computed
         values = self._values = self._values if phase else dict(zip(self.input_keys, inputs, strict=True))
         values |= {key: root.get_parameter(name) for key, name in self._parameters.items()}
 
@@ -258,7 +257,7 @@ class Program:
                     _enter_autocasts(stack, step.node.autocasts)
                     for restore in step.node.restore_generators:
                         restore()
-                if step.model == "":
+                if step.model == "":  # the only model
                     result = output
                     if again is not None:
                         result = again()
@@ -269,12 +268,11 @@ class Program:
                         call = root.get_submodule(step.model)
                     args, kwargs = map_tensors((step.args, step.kwargs), value_of)
                     result = call_recorded(call, args, kwargs, step.node.line)
-            found = [tensor for _, tensor in leaves(result)]
-            if len(found) != len(step.results):
-                raise UsageError(
-                    f"At {step.node.line}, {len(step.results)} tensors came back in the script, and {len(found)} here."
-                )
-            values |= dict(zip(step.results, found, strict=True))
+            tensors = [tensor for _, tensor in leaves(result)]
+            count, expected = len(tensors), len(step.results)
+            if count != expected:
+                raise UsageError(f"At {step.node.line}, {expected} tensors came back in the script, and {count} here.")
+            values |= dict(zip(step.results, tensors, strict=True))
         if phase + 1 == len(self.plan):
             self._values = {}
         return [values[key] for key in self.loss_keys[phase]]
@@ -299,7 +297,7 @@ def _reaches(tensor: Tensor, trained: dict[int, nn.Parameter]) -> bool:
         seen.add(function)
         if id(getattr(function, "variable", None)) in trained:
             return True
-        waiting += [found for found, _ in function.next_functions]
+        waiting += [following for following, _ in function.next_functions]
     return False
 
 

@@ -18,17 +18,15 @@ from lowprec_check.engine.core.pytree import leaves, stored
 from lowprec_check.engine.core.source_location import call_model
 from lowprec_check.engine.model.prepared import Prepared
 
-# -- The peak of a call: reported by the allocator of an accelerator, counted from live tensor storages on a CPU
+# -- The peak of a call: reported by the allocator of an accelerator, or counted from live storages
 
 
 class MeasuredCall(NamedTuple):
     """The memory of a call of a model."""
 
     peak: int
-    """Peak bytes: weights, buffers, inputs, what is kept beside them, and all tensors alive at the
-    peak.
-
-    Copies of weights that a backend made before are not counted on a CPU.
+    """Peak bytes of weights, buffers, inputs, what is kept beside them, and other live tensors; on
+    a CPU without copies of weights that a backend made before.
     """
     output: Any
     """Its output, if the call was one as its user makes it; else ``None``."""
@@ -37,9 +35,7 @@ class MeasuredCall(NamedTuple):
 def measure_memory(
     ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], *, seed: int, kept: Iterable[Tensor] = ()
 ) -> MeasuredCall:
-    """Call the model once, with ``seed`` as always, and measure the memory that it takes, with that
-    of the tensors ``kept`` beside it.
-    """
+    """Call the model once; measure the memory that it takes with the tensors ``kept`` beside it."""
     inputs, named = ready.inputs(args, kwargs)
     counter, output, peak = _StorageCounter(ready, inputs, named, kept), None, None
 
@@ -57,6 +53,7 @@ def measure_memory(
         peak = devices.peak_memory(ready.device, work)
     if peak is not None:
         return MeasuredCall(counter.resident + peak, output)
+    # Counted by a mode, under which the call is not as its user makes it
     output = None
     with compiled_code_in_eager(), counter:
         work()
@@ -64,9 +61,7 @@ def measure_memory(
 
 
 class _StorageCounter(DispatchMode):
-    """Counts the bytes of live storages that ops return, including those of the model, its inputs,
-    and the tensors ``kept`` beside it.
-    """
+    """Counts bytes of live storages: of model, inputs, tensors ``kept``, and what ops return."""
 
     def __init__(self, ready: Prepared, inputs: Any, named: Any, kept: Iterable[Tensor]) -> None:
         super().__init__()
@@ -74,7 +69,7 @@ class _StorageCounter(DispatchMode):
         tensors = [*ready.model.parameters(), *ready.model.buffers(), *inside, *kept]
         storages = [tensor.untyped_storage() for tensor in _dense(tensors)]
         sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
-        self._known = set(sizes)
+        self._resident_storages = set(sizes)
         self._live: dict[int, weakref.ref[Any]] = {}
         self._now = self.resident = self.peak = sum(sizes.values())
 
@@ -88,7 +83,7 @@ class _StorageCounter(DispatchMode):
     def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._live or storage.data_ptr() in self._known:
+        if key in self._live or storage.data_ptr() in self._resident_storages:
             return
         size = storage.nbytes()
 
@@ -115,12 +110,8 @@ def on_accelerator(tensor: Tensor) -> bool:
 
 
 def free_weights(model: nn.Module, wanted: Callable[[Tensor], bool] = on_accelerator, but: Container[int] = ()) -> None:
-    """Replace the parameters and buffers that are ``wanted`` with ones without memory, except those
-    of modules whose ``id`` is in ``but``.
-
-    What was shared stays shared.
-    """
-    empty: dict[int, Tensor] = {}
+    """Replace ``wanted`` tensors, but in modules with ids in ``but``, with ones without memory."""
+    empty: dict[int, Tensor] = {}  # by id, so that what was shared stays shared
     old: list[Tensor] = []  # keeps ids unique
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule) or id(module) in but:

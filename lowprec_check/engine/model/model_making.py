@@ -1,7 +1,6 @@
-"""Whether a call is part of making a model, as a dry run is: told from the code that the functions
-on the stack have still to run.
+"""Whether a call is part of making a model, by the code that the functions on the stack still run.
 
-Only where that code shows that the model is not complete is the script run on; any doubt makes a
+Only where that code shows that the model is not complete does the script run on; any doubt makes a
 call the first one, after which nothing runs.
 """
 
@@ -31,15 +30,11 @@ class Making(NamedTuple):
     why: str
     """``initializes lazy layers``: it follows "the call at train.py:12"."""
     is_model: bool
-    """Whether the module may be the whole model: then this call is taken if the script trains, or
-    ends, without another one.
-    """
+    """Whether it may be the whole model: this call is taken if the script makes no other one."""
 
 
 def made_by_constructor(frame: FrameType | None) -> bool:
-    """Whether the constructor of a module is on the stack: a call in it may find out the shape of
-    an output.
-    """
+    """Whether the constructor of a module is on the stack, which may try a part for its shape."""
     while frame is not None:
         code = frame.f_code
         is_constructor = code.co_name == "__init__" and code.co_argcount > 0
@@ -50,11 +45,10 @@ def made_by_constructor(frame: FrameType | None) -> bool:
 
 
 def part_of_making(module: nn.Module, frame: FrameType | None) -> Making | None:
-    """Why the call of ``module`` that ``frame`` makes is part of making a model; ``None`` if it is
-    a call of one.
-    """
+    """Why the call of ``module`` by ``frame`` is part of making a model; else ``None``."""
     if any(map(is_lazy, module.parameters())):
         return Making("initializes lazy layers", is_model=True)
+    # A loop that calls the same module again and again uses a model; nothing around it makes one
     is_repeated, is_innermost = False, True
     while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
         rest = None
@@ -76,9 +70,7 @@ def part_of_making(module: nn.Module, frame: FrameType | None) -> Making | None:
 
 
 def still_defines(frame: FrameType, model: str, parts: Iterable[str]) -> bool:
-    """Whether the code of a file, in whose ``frame`` something is called, still changes its
-    ``model`` or defines any of ``parts``.
-    """
+    """Whether the file that ``frame`` runs still changes its ``model`` or defines ``parts``."""
     rest = RestOfCode.of(frame)
     if rest is None:
         return False
@@ -93,19 +85,16 @@ _CONFIGURE = (
     *("apply", "load", "init", "reset", "requires_grad", "freeze", "unfreeze", "set_", "enable", "disable", "fuse"),
     *("merge", "tie_", "add_", "remove_", "register_"),
 )
-"""How the names of methods start that change a model for good, besides ``eval`` and ``train``;
-casts are left to the scan.
-"""
+"""How names of methods start, besides ``eval`` and ``train``, that change a model for good."""
 
 
 def _configures(statement: ast.stmt, model: str) -> bool:
-    """Whether a statement changes the model of that name: ``model.eval()``, ``model =
-    model.eval()``, ``model.head = …``.
-    """
+    """Whether a statement changes that model: ``model = model.eval()``, ``model.head = …``."""
     targets = getattr(statement, "targets", [getattr(statement, "target", None)])
     if any(isinstance(target, (ast.Attribute, ast.Subscript)) and root_of(target) == model for target in targets):
         return True
     value = getattr(statement, "value", None)
+    # Otherwise a call of a method, whose result is dropped or is the model again
     is_bare = isinstance(statement, ast.Expr)
     is_rebound = any(isinstance(target, ast.Name) and target.id == model for target in targets)
     if not (is_bare or is_rebound) or not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
@@ -126,6 +115,7 @@ def _incomplete(module: nn.Module, rest: RestOfCode) -> Making | None:
             owner = rest.value_of(call.func.value)
             if owner is module and call.args:
                 return Making("is of a model that gets more parts", is_model=True)
+    # Or it is inside a module that the code goes on to call
     for name in rest.called():
         whole = rest.value_of(ast.Name(name))
         if is_module(whole) and whole is not module and rest.holds(whole, module):
@@ -136,20 +126,22 @@ def _incomplete(module: nn.Module, rest: RestOfCode) -> Making | None:
 def _part_later(module: nn.Module, rest: RestOfCode) -> Making | None:
     """Whether ``module`` becomes a part of another one, which the code goes on to use."""
     for call in rest.nodes(ast.Call):
-        if not any(rest.refers_to(argument, module) for argument in _given_to(call)):
+        if not any(rest.refers_to(argument, module) for argument in _arguments_of(call)):
             continue
+        # A method of another module takes it in
         function = rest.value_of(call.func)
         if isinstance(call.func, ast.Attribute) and call.func.attr in _ADDS_A_PART:
             owner = rest.value_of(call.func.value)
             if is_module(owner) and owner is not module:
                 return Making(f"is of a part of {type(owner).__name__}", is_model=False)
+        # A class, or a function of the user's, makes another model of it
         is_class = _is_class_of_models(_class_of(function))
         if (is_class or rest.definition_of(call.func) is not None) and _is_used(call, rest, is_class=is_class):
+            whole = f"what {ast.unparse(call.func)}() makes"
             if is_class:
                 whole = _class_of(function).__name__
-            else:
-                whole = f"what {ast.unparse(call.func)}() makes"
             return Making(f"is of a part of {whole}", is_model=False)
+    # It is assigned to an attribute of another module
     for assignment in rest.nodes(ast.Assign):
         for target in assignment.targets:
             if isinstance(target, ast.Attribute) and rest.refers_to(assignment.value, module):
@@ -160,9 +152,7 @@ def _part_later(module: nn.Module, rest: RestOfCode) -> Making | None:
 
 
 def _is_used(made: ast.Call, rest: RestOfCode, *, is_class: bool) -> bool:
-    """Whether what a call makes is a model that the code calls, returns or hands on, but for
-    torch's own functions, which export or trace it.
-    """
+    """Whether the code calls, returns or hands on the model that a call makes."""
     statement = rest.statement_of(made)
     targets = statement.targets if isinstance(statement, ast.Assign) else []
     names = {target.id for target in targets if isinstance(target, ast.Name)}
@@ -173,14 +163,17 @@ def _is_used(made: ast.Call, rest: RestOfCode, *, is_class: bool) -> bool:
     if isinstance(statement, ast.Return) or any(isinstance(target, ast.Attribute) for target in targets):
         return True
     for call in rest.nodes(ast.Call):
-        if any(_is_of(argument, made, names) for argument in _given_to(call)) and not _is_of_torch(
-            rest.value_of(call.func)
-        ):
+        if not any(_is_of(argument, made, names) for argument in _arguments_of(call)):
+            continue
+        # Functions and classes of torch that get it export or trace it
+        owner = _class_of(rest.value_of(call.func))
+        is_named = issubclass(type(owner), (type, FunctionType))
+        if not is_named or str(owner.__module__).partition(".")[0] != "torch":
             return True
     return any(_is_of(value, made, names) for value in _returned(rest.nodes(ast.Return)))
 
 
-def _given_to(call: ast.Call) -> list[ast.expr]:
+def _arguments_of(call: ast.Call) -> list[ast.expr]:
     return [*call.args, *(keyword.value for keyword in call.keywords)]
 
 
@@ -189,54 +182,47 @@ def _returned(statements: Iterable[ast.Return]) -> list[ast.expr]:
 
 
 def _is_of(expression: ast.expr, made: ast.Call, names: set[str]) -> bool:
-    """Whether an expression is the call, or one of the names that it was assigned to, or a method
-    of these: ``model.eval()``.
-    """
+    """Whether an expression is the call, a name that it was assigned to, or a method of these."""
     while isinstance(expression, ast.Call) and expression is not made and isinstance(expression.func, ast.Attribute):
         expression = expression.func.value
     return expression is made or (isinstance(expression, ast.Name) and expression.id in names)
 
 
 def _tried_by_its_maker(module: nn.Module, rest: RestOfCode, caller: FrameType | None) -> Making | None:
-    """Whether the function of the frame makes the module, drops what the call computes, and gives
-    the module to its caller.
-    """
+    """Whether a function makes the module, tries it, and returns it to its ``caller``."""
     is_given = any(rest.holds(value, module) or rest.holds_in_attributes(value, module) for value in rest.arguments)
-    if rest.function is None or is_given or not _is_dry_run(module, rest):
+    if rest.function is None or is_given or not (_is_dropped(rest) or _reads_shape(module, rest)):
         return None
     around = None
     if caller is not None:
         around = RestOfCode.of(caller)
-    if around is not None and isinstance(around.current, ast.Expr) and isinstance(around.current.value, ast.Call):
+    if around is not None and _is_dropped(around):
         return None  # what it returns is dropped: it is a main program
     if any(rest.refers_to(value, module) for value in _returned(rest.nodes(ast.Return))):
         return Making(f"is made by {rest.function.name}(), which returns the model", is_model=True)
     return None
 
 
-def _is_dry_run(module: nn.Module, rest: RestOfCode) -> bool:
-    """Whether the statement of the call drops the output, or reads its shape only."""
-    drops = isinstance(rest.current, ast.Expr) and isinstance(rest.current.value, ast.Call)
-    return drops or _reads_shape(module, rest)
+def _is_dropped(rest: RestOfCode) -> bool:
+    """Whether the running statement is a call whose result is dropped."""
+    return isinstance(rest.current, ast.Expr) and isinstance(rest.current.value, ast.Call)
 
 
 def _reads_shape(module: nn.Module, rest: RestOfCode) -> bool:
     """Whether the statement reads the shape of an output of ``module``: ``encoder(x).shape[1]``."""
-    read = [
-        node
-        for node in ast.walk(rest.current or ast.Pass())
-        if isinstance(node, ast.Attribute) and node.attr in _SHAPES
-    ]
-    called = [node.value.func for node in read if isinstance(node.value, ast.Call)]
-    return any(rest.value_of(function) is module for function in called)
+    for node in ast.walk(rest.current or ast.Pass()):
+        if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Call):
+            continue
+        if node.attr in _SHAPES and rest.value_of(node.value.func) is module:
+            return True
+    return False
 
 
 def _loop_calls_another(module: nn.Module, rest: RestOfCode) -> Making | None:
-    """Whether loops of the user's own code call a model that is still to be made, and not this one."""
+    """Whether loops of the user's code call a model that is still to be made, and not this one."""
+    called = set()
     if rest.is_own:
         called = rest.called(in_loops=True)
-    else:
-        called = set()
     if any(rest.holds(rest.value_of(ast.Name(name)), module) for name in called):
         return None
     for assignment in rest.nodes(ast.Assign):
@@ -248,9 +234,7 @@ def _loop_calls_another(module: nn.Module, rest: RestOfCode) -> Making | None:
 
 
 def _makes_model(made: ast.expr, rest: RestOfCode) -> bool:
-    """Whether an expression makes a model: a call of a class of models, or of a function that
-    returns one by its annotation or its code.
-    """
+    """Whether an expression calls a class of models, or a function that returns a model."""
     while isinstance(made, ast.Call) and isinstance(made.func, ast.Attribute) and hasattr(nn.Module, made.func.attr):
         made = made.func.value  # Net().eval()
     if not isinstance(made, ast.Call):
@@ -263,15 +247,16 @@ def _makes_model(made: ast.expr, rest: RestOfCode) -> bool:
         annotation = function.__globals__.get(annotation)
     if _is_class_of_models(_class_of(function)) or _is_class_of_models(annotation):
         return True
+    # By its code: what it returns, or assigns to names that it returns
     definition = rest.definition_of(made.func)
     if definition is None:
         return False
     returned = _returned(node for node in ast.walk(definition) if isinstance(node, ast.Return))
     names = {value.id for value in returned if isinstance(value, ast.Name)}
     for node in ast.walk(definition):
-        if isinstance(node, ast.Assign) and any(
-            isinstance(part, ast.Name) and part.id in names for part in node.targets
-        ):
+        if not isinstance(node, ast.Assign):
+            continue
+        if any(isinstance(part, ast.Name) and part.id in names for part in node.targets):
             returned.append(node.value)
     return any(
         isinstance(part, ast.Call) and _is_class_of_models(_class_of(rest.value_of(part.func)))
@@ -281,9 +266,7 @@ def _makes_model(made: ast.expr, rest: RestOfCode) -> bool:
 
 
 _NO_MODELS = ("torch.nn.modules.loss", "torch.nn.parallel", "torch.optim", "torch.distributed")
-"""Where torch has classes of modules that get a model and are no larger model: losses, wrappers for
-several devices, averages.
-"""
+"""Where torch has modules that get a model and are no larger model: losses, wrappers, averages."""
 
 
 def _is_class_of_models(kind: Any) -> bool:
@@ -294,10 +277,3 @@ def _is_class_of_models(kind: Any) -> bool:
 def _class_of(function: Any) -> Any:
     """The class that is called itself, or by one of its class methods."""
     return function.__self__ if type(function) is MethodType else function
-
-
-def _is_of_torch(function: Any) -> bool:
-    """Whether it is a function or a class of torch."""
-    owner = _class_of(function)
-    is_named = issubclass(type(owner), (type, FunctionType))
-    return is_named and str(owner.__module__).partition(".")[0] == "torch"

@@ -1,6 +1,4 @@
-"""Observes the steps that a training script makes: its models, batches, losses, optimizer and
-clipping, as they happen.
-"""
+"""Observes the steps of a training script: its models, batches, losses, optimizers, clipping."""
 
 from __future__ import annotations
 
@@ -43,25 +41,19 @@ SECONDS = 60.0
 """After the first call of a model, until its script is left with the steps that it has made."""
 
 _WAIT = 10
-"""Steps that an optimizer makes before one that was made and trains other weights is no longer
-waited for.
-"""
+"""Steps of an optimizer, after which another one that trains other weights is not waited for."""
 
 _EVALUATED = 100
-"""Calls that are kept of models in eval mode or without gradients: of an evaluation, unless a
-``backward()`` follows.
-"""
-
+"""Calls without gradients that are kept: of an evaluation, unless a ``backward()`` follows."""
 
 _ONE_AUTOCAST = (
-    "the script makes several steps in one autocast block, so all of them use the casts of fp32 weights that the first one made: "
-    "`lowprec-check fix --train` fixes that; put printed code outside the block"
+    "the script makes several steps in one autocast block, so all of them use the casts of fp32 weights that the "
+    "first one made: `lowprec-check fix --train` fixes that; put printed code outside the block"
 )
 
 
 class StepObserver:
-    """Observes ``steps`` steps of the first optimizer that makes one, in this thread; :attr:`found`
-    is what was observed.
+    """Observes ``steps`` steps of the first optimizer that makes one, in this thread.
 
     Enter :meth:`observing` around the script, and let its calls of models come by :meth:`call`.
     """
@@ -91,9 +83,7 @@ class StepObserver:
 
     @contextlib.contextmanager
     def observing(self, leave: Callable[[], Any]) -> Iterator[None]:
-        """Inside, the functions of torch that train a model are observed. ``leave`` leaves the
-        script, and does not return.
-        """
+        """Inside, the functions of torch that train are observed; ``leave`` never returns."""
         self._leave = leave
         places = [(torch.nn.utils, self._clip), (torch.nn.utils.clip_grad, self._clip)]
         observed: list[tuple[Any, str, Callable[..., Any]]] = [
@@ -111,13 +101,14 @@ class StepObserver:
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             for place, name, function in observed:
                 stack.enter_context(replaced(place, name, self._unless_over(getattr(place, name), function)))
-            kept = vars(torch.autograd.Function)["apply"]
+            # A class method, which is bound to the class that the user calls it of
+            original = vars(torch.autograd.Function)["apply"]
 
             def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
-                return self._unless_over(kept.__get__(None, kind), self._grad)(*args, **kwargs)
+                return self._unless_over(original.__get__(None, kind), self._grad)(*args, **kwargs)
 
             torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
-            stack.callback(setattr, torch.autograd.Function, "apply", kept)
+            stack.callback(setattr, torch.autograd.Function, "apply", original)
             stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code may call models
             stack.enter_context(self._recorder)
             yield
@@ -129,16 +120,14 @@ class StepObserver:
     def _is_elsewhere(self) -> bool:
         return self._is_over or (os.getpid(), threading.get_ident()) != self._place
 
-    def _unless_over(self, kept: Callable[..., Any], observed: Callable[..., Any]) -> Callable[..., Any]:
-        """What replaces ``kept``: the user's code may keep it for good, and call it in other
-        threads.
-        """
+    def _unless_over(self, original: Callable[..., Any], observed: Callable[..., Any]) -> Callable[..., Any]:
+        """What replaces ``original``; the user's code may keep it, and call it in other threads."""
 
-        @functools.wraps(kept)
+        @functools.wraps(original)
         def function(*args: Any, **kwargs: Any) -> Any:
             if self._is_elsewhere:
-                return kept(*args, **kwargs)
-            return observed(kept, *args, **kwargs)
+                return original(*args, **kwargs)
+            return observed(original, *args, **kwargs)
 
         return function
 
@@ -147,6 +136,7 @@ class StepObserver:
         self._since = self._since or system.monotonic()
         if self._recorder.is_paused:
             return call(module, *args, **kwargs)
+        # A step that has begun gets more time, so that one at least is complete
         in_step = bool(self._recorder.nodes or self._backwards) and not self.found.steps
         if system.monotonic() - self._since > SECONDS * (5 if in_step else 1):
             self._end()
@@ -156,9 +146,11 @@ class StepObserver:
             self._leave()
         if not (torch.is_grad_enabled() or module.training):
             return call(module, *args, **kwargs)
+        # Of a long evaluation nothing is needed: forget it
         is_trained = module.training and torch.is_grad_enabled()
         if not (is_trained or self._backwards) and len(self._recorder.nodes) > _EVALUATED:
             self._recorder.nodes.clear()
+        # The first step is made again from the state before it
         if not self.found.steps:
             self._save((*module.parameters(), *module.buffers()))
             for inside in module.modules():
@@ -178,60 +170,54 @@ class StepObserver:
             if id(tensor) not in self.found.values and not is_lazy(tensor):
                 self.found.values[id(tensor)] = (tensor, *saved_tensor(tensor))
 
-    def _grad(self, kept: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A function that is no function of torch to its modes."""
         if self._recorder.on:
-            return self._recorder.recorded(kept, args, kwargs)
-        return kept(*args, **kwargs)
+            return self._recorder.recorded(original, args, kwargs)
+        return original(*args, **kwargs)
 
-    def _scale(self, kept: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
-        scaled = kept(scaler, outputs)
+    def _scale(self, original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
+        scaled = original(scaler, outputs)
         if isinstance(outputs, Tensor) and scaler.is_enabled():
             self._scaled[id(scaled)] = (scaled, outputs, float(scaler.get_scale()))
         return scaled
 
-    def _leave_autocast(self, kept: Callable[..., Any]) -> None:
+    def _leave_autocast(self, original: Callable[..., Any]) -> None:
         self._in_autocast = False
-        kept()
+        original()
 
-    def _made(self, kept: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    def _made(self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         self.found.made.append((optimizer, own_line(sys._getframe(2))))
-        return kept(optimizer, *args, **kwargs)
+        return original(optimizer, *args, **kwargs)
 
-    def _zero_grad(self, kept: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> Any:
+    def _zero_grad(self, original: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> Any:
         parameters = owner.parameters() if isinstance(owner, nn.Module) else _trained_by(owner).values()
         if self._backwards:
             self._cleared.append((len(self._backwards), frozenset(map(id, parameters))))
-        return kept(owner, *args, **kwargs)
+        return original(owner, *args, **kwargs)
 
-    def _clip(self, kept: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(parameters, Tensor):
-            listed = [parameters]
-        else:
-            listed = list(parameters)
-        self._clips[len(self._backwards)] = [
-            *self._clips.get(len(self._backwards), []),
-            Clip(kept, [id(parameter) for parameter in listed], args, kwargs),
-        ]
+    def _clip(self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        clip = Clip(original, [id(parameter) for parameter in listed], args, kwargs)
+        self._clips.setdefault(len(self._backwards), []).append(clip)
         with self._recorder.paused():
-            return kept(listed, *args, **kwargs)
+            return original(listed, *args, **kwargs)
 
-    def _backward(self, kept: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    def _backward(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if self._recorder.is_paused:  # inside a model, or another backward pass
-            return kept(tensors, *args, **kwargs)
+            return original(tensors, *args, **kwargs)
         frame = sys._getframe(2)
-        if isinstance(tensors, Tensor):
-            given = [tensors]
-        else:
-            given = list(tensors)
-        _, loss, scale = self._scaled.get(id(given[0]), (None, given[0], 1.0))
-        if len(given) > 1 or loss.numel() != 1 or any(found is not None for found in args[:1]):
+        losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        # The scale of a GradScaler is left out of the loss, and applied to the gradients
+        _, loss, scale = self._scaled.get(id(losses[0]), (None, losses[0], 1.0))
+        has_gradient = any(gradient is not None for gradient in args[:1])
+        if len(losses) > 1 or loss.numel() != 1 or has_gradient:
             self.give_up(f"{own_line(frame)} calls backward() of more than one number")
         self.found.has_gradients = True
         self._backwards.append(Backward(loss, loss.detach().clone(), len(self._recorder.nodes), scale))
         self.found.framework = self.found.framework or framework_of(frame)
         with self._recorder.paused():
-            return kept(tensors, *args, **kwargs)
+            return original(tensors, *args, **kwargs)
 
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if self._is_elsewhere:
@@ -240,10 +226,10 @@ class StepObserver:
         if not self.found.steps:
             self._save(_trained_by(optimizer).values())
         if optimizer not in self.found.states:
+            state = None
             if optimizer.state:
-                self.found.states[optimizer] = copy.deepcopy(optimizer.state_dict()["state"])
-            else:
-                self.found.states[optimizer] = None
+                state = copy.deepcopy(optimizer.state_dict()["state"])
+            self.found.states[optimizer] = state
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         trained, end = _trained_by(optimizer), len(self._backwards)
@@ -251,9 +237,8 @@ class StepObserver:
         if self._is_elsewhere or start == end:
             return  # without gradients, as a step is made to please a scheduler
         if takes_closure(optimizer):
-            self.give_up(
-                f"{type(optimizer).__name__}.step() needs a closure, and a scan calls step() without one: it needs another optimizer"
-            )
+            why = "needs a closure, and a scan calls step() without one: it needs another optimizer"
+            self.give_up(f"{type(optimizer).__name__}.step() {why}")
         settings, before = settings_of(optimizer), self.found.schedule.setdefault(optimizer, [])
         if before and len(before[0]) != len(settings):
             self.found.unlike = "the script adds parameters to its optimizer before the next one"
@@ -261,18 +246,20 @@ class StepObserver:
             if not self.found.steps:
                 self.give_up("it adds parameters to its optimizer in its first step")
             self._leave()
+        # Whether the last step was made in this block of autocast too: torch counts those it is in
         in_block = torch.autocast_increment_nesting() > 1
         torch.autocast_decrement_nesting()
         casts = torch.is_autocast_cache_enabled() and any(step.program.autocasts for step in self.found.steps[:1])
         if self._in_autocast and casts:
             self.found.facts[_ONE_AUTOCAST] = None
         self._in_autocast = in_block
-        clips = [clip for clip in self._clips.get(end, []) if any(known in trained for known in clip.parameters)]
+        clips = [clip for clip in self._clips.get(end, []) if any(key in trained for key in clip.parameters)]
         gradients = {}
         if not self.found.steps:
             gradients = {k: p.grad.clone() for k, p in trained.items() if p.grad is not None}
         self._made_steps.append(OptimizerStep(optimizer, start, end, clips, gradients))
         before.append(settings)
+        # Other optimizers may make their steps from the same losses
         if self.found.problem is None and not self._is_complete():
             self._recorder.on = True
             return
@@ -281,36 +268,31 @@ class StepObserver:
             self._leave()
 
     def _is_complete(self) -> bool:
-        """Whether each optimizer has made a step: in the first, all that train other weights,
-        unless one makes many before them.
-        """
-        made, found = {one.optimizer for one in self._made_steps}, self.found
+        """Whether each optimizer has made a step; in the first, all that train other weights."""
+        made, found = {step.optimizer for step in self._made_steps}, self.found
         if found.steps:
             return made >= set(found.optimizers)
-        known = {known for one in made for known in _trained_by(one)}
-        others = [_trained_by(one) for one, _ in found.made if one not in made and hasattr(one, "param_groups")]
-        is_waited_for = any(
-            own.keys().isdisjoint(known) and any(p.requires_grad for p in own.values()) for own in others
-        )
-        if is_waited_for:
-            return len(self._made_steps) >= max(_WAIT, found.wanted)
+        trained = {key for optimizer in made for key in _trained_by(optimizer)}
+        others = [_trained_by(other) for other, _ in found.made if other not in made and hasattr(other, "param_groups")]
+        # One that trains other weights is waited for, unless many steps are made before its first
+        for own in others:
+            if own.keys().isdisjoint(trained) and any(p.requires_grad for p in own.values()):
+                return len(self._made_steps) >= max(_WAIT, found.wanted)
         return True
 
     def _end(self) -> None:
-        """Add the step that was made; before the first is complete, and with one optimizer, each of
-        its own.
-        """
+        """Add the step that was made."""
         made, found = self._made_steps, self.found
         if found.problem is None and made and (not found.steps or self._is_complete()):
-            several = list(dict.fromkeys(one.optimizer for one in made))
-            found.optimizers = found.optimizers or several
-            if len(several) == 1 and not found.steps:
-                each = [[one] for one in made]
-            else:
-                each = [made]
+            optimizers = list(dict.fromkeys(step.optimizer for step in made))
+            found.optimizers = found.optimizers or optimizers
+            # The steps of one optimizer that waited in vain for others are steps of their own
+            parts = [made]
+            if len(optimizers) == 1 and not found.steps:
+                parts = [[step] for step in made]
             with self._recorder.paused():
                 try:
-                    for steps in each[: found.wanted]:
+                    for steps in parts[: found.wanted]:
                         self._add(steps)
                 except UnrepeatableError as problem:
                     if found.steps:
@@ -323,8 +305,8 @@ class StepObserver:
         recorder = self._recorder
         recorder.on = False
         lists = (recorder.nodes, self._backwards, self._cleared, self._made_steps)
-        for kept in (*lists, recorder.copies, self._scaled, self._clips):
-            kept.clear()
+        for records in (*lists, recorder.copies, self._scaled, self._clips):
+            records.clear()
 
     def forget(self) -> None:
         """Free all that was observed."""
@@ -335,7 +317,7 @@ class StepObserver:
 
     def _add(self, made: list[OptimizerStep]) -> None:
         found = self.found
-        trained = {known: p for optimizer in found.optimizers for known, p in _trained_by(optimizer).items()}
+        trained = {key: p for optimizer in found.optimizers for key, p in _trained_by(optimizer).items()}
         plan = plan_of(made, self._backwards, found.optimizers)
         program = Program(self._recorder.nodes[: plan[-1].nodes], plan, trained, self._recorder.copies)
         used = {id(loss) for loss in program.losses}
@@ -356,23 +338,25 @@ def plan_of(
 ) -> list[Phase]:
     """The phases of the steps ``made``, from the backward passes that they use."""
     plan: list[Phase] = []
-    waiting = [(optimizers.index(one.optimizer), one) for one in made]
+    waiting = [(optimizers.index(step.optimizer), step) for step in made]
     for index, backward in enumerate([*backwards, None]):
-        done = [number for number, one in waiting if one.end <= index]
-        waiting = [(number, one) for number, one in waiting if one.end > index]
+        # Steps after the last backward pass end its phase
+        done = [number for number, step in waiting if step.end <= index]
+        waiting = [(number, step) for number, step in waiting if step.end > index]
         if done:
             plan[-1] = plan[-1]._replace(steps=(*plan[-1].steps, *done))
-        clears = tuple(dict.fromkeys(number for number, one in waiting if one.start == index))
-        if backward is None or not any(one.start <= index for _, one in waiting):
+        clears = tuple(dict.fromkeys(number for number, step in waiting if step.start == index))
+        if backward is None or not any(step.start <= index for _, step in waiting):
             continue
+        # This backward pass belongs to the same phase, unless something happened in between
         if not plan or clears or plan[-1].steps:
             plan.append(Phase(clears, (), 0, ()))
         plan[-1] = plan[-1]._replace(losses=(*plan[-1].losses, backward.loss), nodes=backward.nodes)
-    cleared, stepped = set[int](), set[int]()
+    # Before the first backward pass, those are cleared that make a step before they are cleared
+    cleared, stepped = set[int](), set(plan[0].steps)
     for phase in plan[1:]:
         cleared |= set(phase.clears)
-    for phase in plan:  # before the first backward pass, those that make a step before they are cleared
-        stepped |= set(phase.steps) - (set(phase.clears) if phase is not plan[0] else set())
+        stepped |= set(phase.steps) - set(phase.clears)
     first = tuple(number for number in range(len(optimizers)) if number in stepped or number not in cleared)
     return [plan[0]._replace(clears=first), *plan[1:]]
 
@@ -384,9 +368,9 @@ def _trained_by(optimizer: Optimizer) -> dict[int, nn.Parameter]:
 
 def framework_of(frame: FrameType | None) -> str:
     """The outermost that calls it: the Trainer of transformers uses accelerate."""
-    found = ""
+    outermost = ""
     while frame is not None:
         name = f"{frame.f_globals.get('__name__')}."
-        found = next((one for start, one in _FRAMEWORKS.items() if name.startswith(f"{start}.")), found)
+        outermost = next((value for start, value in _FRAMEWORKS.items() if name.startswith(f"{start}.")), outermost)
         frame = frame.f_back
-    return found
+    return outermost

@@ -1,6 +1,4 @@
-"""What a scan trains of a script: its observed step, made again to check that it gives the same
-loss and the same gradients.
-"""
+"""What a scan trains of a script: its step, checked to give the same loss and gradients again."""
 
 from __future__ import annotations
 
@@ -45,15 +43,13 @@ class ScriptStep(nn.Module):
 
     def forward(self, *inputs: Any) -> Tensor:
         """The sum of the losses that the script calls ``backward()`` of in the next phase."""
-        program, given = _program_of(self.programs, inputs)
+        program, rest = _program_of(self.programs, inputs)
         phase, self._phase = self._phase, (self._phase + 1) % len(program.plan)
-        return sum_of(program.run(self, given, phase=phase))
+        return sum_of(program.run(self, rest, phase=phase))
 
 
 def _program_of(programs: Sequence[Program], inputs: Sequence[Any]) -> tuple[Program, Sequence[Any]]:
-    """What computes the losses of a step; of several programs, the first of the inputs is the
-    number of the step's.
-    """
+    """What computes the losses of a step, by number if there are several, and its inputs."""
     if len(programs) == 1:
         return (programs[0], inputs)
     return (programs[inputs[0]], inputs[1:])
@@ -65,22 +61,21 @@ def sum_of(losses: Sequence[Tensor]) -> Tensor:
 
 
 def _made_in(nodes: Sequence[Node]) -> tuple[str, str | None]:
-    """What ``nodes`` compute, in words, and the line that computes it; a number that divides a loss
-    in the end does not count.
-    """
+    """What ``nodes`` compute, in words, and the line that computes it."""
     functional = [node for node in nodes if getattr(nn.functional, node.name, None) is node.call]
+    # A number that divides the loss in the end, to accumulate gradients, does not count
     is_divided = bool(functional) and nodes[-1].name == "div" and len(nodes[-1].reads) == 1
     last = nodes[-2 if is_divided else -1]
     if not functional:
         return f"the loss of {last.line}", last.line
-    line, of_line = functional[-1].line, f"{functional[-1].name} of {functional[-1].line}"
-    return (of_line if line == last.line else f"the loss of {last.line}, with {of_line}"), last.line
+    words = f"{functional[-1].name} of {functional[-1].line}"
+    if functional[-1].line != last.line:
+        words = f"the loss of {last.line}, with {words}"
+    return words, last.line
 
 
 class ObservedLoss:
-    """``loss(output, *targets)``: what a script computes of the output of ``model``; the targets
-    are what it reads besides.
-    """
+    """``loss(output, *targets)`` of a script; the targets are what it reads besides the output."""
 
     def __init__(self, programs: Sequence[Program], model: nn.Module) -> None:
         program = programs[0]
@@ -97,6 +92,7 @@ class ObservedLoss:
         self.setup = () if self.is_returned else (f"# `loss(output)`: what {self.line} computes of the output",)
         """What the words are of, as code."""
         self._programs, self._model = programs, model
+        # A scan asks the signature whether a loss needs targets
         reads = not isinstance(model, ScriptStep) and (len(programs) > 1 or bool(program.input_keys))
         self.__signature__ = inspect.signature((lambda _output, _target, *_rest: 0) if reads else (lambda _: 0))
 
@@ -104,8 +100,8 @@ class ObservedLoss:
         """The loss, with one element."""
         if isinstance(self._model, ScriptStep):
             return sum_of([output])
-        program, given = _program_of(self._programs, targets)
-        return sum_of(program.run(self._model, given, output))
+        program, inputs = _program_of(self._programs, targets)
+        return sum_of(program.run(self._model, inputs, output))
 
 
 class ObservedBatch(NamedTuple):
@@ -116,9 +112,7 @@ class ObservedBatch(NamedTuple):
     targets: tuple[Any, ...]
 
     def numbered(self, number: int, *, is_input: bool) -> ObservedBatch:
-        """The same, with the number of the program that computes its loss: an input of the model,
-        or a target.
-        """
+        """The same, with the number of its program, as an input of the model or a target."""
         if is_input:
             return self._replace(args=(number, *self.args))
         return self._replace(targets=(number, *self.targets))
@@ -135,25 +129,20 @@ class ObservedTraining(NamedTuple):
     line: str | None
     """That calls the model."""
     framework: str
-    """What calls ``backward()``: ``lightning``, ``transformers`` or ``accelerate``; empty if the
-    script does.
-    """
+    """What calls ``backward()``: ``lightning``, ``transformers``, ``accelerate``; else empty."""
     optimizers: tuple[str, ...]
     """The lines that make the optimizers."""
     notes: tuple[str, ...]
     losses: tuple[float, ...] = ()
-    """Of the script, in the steps that were observed; none if it trains under autocast, since fp32
-    gives others.
-    """
+    """Of the script, in the observed steps; none under autocast, since fp32 gives others."""
 
     def differs_in(self, losses: Sequence[float]) -> str | None:
-        """Where the ``losses`` of the scan in fp32 differ from those of the script, in words, and
-        why that may be.
-        """
-        for number, (its, mine) in enumerate(zip(self.losses, losses, strict=False), start=1):
-            if math.isfinite(its) and not abs(its - mine) <= SAME_LOSS * max(map(abs, self.losses[:number])):
+        """Where the ``losses`` of the scan in fp32 differ from the script's, and perhaps why."""
+        for number, (wanted, loss) in enumerate(zip(self.losses, losses, strict=False), start=1):
+            largest = max(map(abs, self.losses[:number]))
+            if math.isfinite(wanted) and not abs(wanted - loss) <= SAME_LOSS * largest:
                 why = "the scan does not repeat what it does to weights, gradients or settings between its steps"
-                return f"in step {number} the loss of the script is {its:.4g}, and {mine:.4g} in the scan: {why}"
+                return f"in step {number} the loss of the script is {wanted:.4g}, and {loss:.4g} in the scan: {why}"
         return None
 
 
@@ -182,19 +171,19 @@ class ObservedStep(NamedTuple):
 
     @classmethod
     def of(cls, program: Program, first: ObservedStep | None, loss: float) -> ObservedStep:
-        """The step of ``program``; raises :class:`UnrepeatableError` if it calls other models than
-        the ``first``.
-        """
+        """The step of ``program``, which must call the same models as the ``first`` step."""
         call = program.single
         is_single = call is not None and (first is None or first.root is call.call)
         if first is not None and not is_single and not isinstance(first.root, ScriptStep):
             is_same = all(node.call is first.root for node in program.calls)
             what = "does not compute the loss of one call alone, as" if is_same else "calls other models than"
             raise UnrepeatableError(f"{program.calls[0].line} {what} in the step before")
+        # One call of a model: that model is scanned, and the rest is its loss
         if call is not None and is_single and isinstance(call.call, nn.Module):
             targets = program.bind(call.call, {})
             args, kwargs = call.given
             return cls(program, ObservedBatch(args, kwargs, tuple(targets)), call.call, loss)
+        # Otherwise a module that computes the loss, with models and weights of the script inside
         root = ScriptStep() if first is None else first.root
         names = {module: name for name, module in root.named_children()}
         for model in [node.call for node in program.calls if isinstance(node.call, nn.Module)]:
@@ -239,7 +228,6 @@ class ObservedSteps:
     made: list[tuple[Optimizer, str | None]] = dataclasses.field(default_factory=list)
     """All optimizers, and the lines that make them."""
     has_gradients: bool = False
-    """Whether the script computes gradients."""
     problem: str | None = None
     """Why no step can be made as the script makes it."""
 
@@ -252,11 +240,15 @@ class ObservedSteps:
             yield f"the script trains {' and '.join(made)}: fp32 is trained without"
         if len(program.losses) > len(program.plan):
             once = "once" if len(program.plan) == 1 else "less often"
-            sums = f"the scan calls it {once}, of the sum of the losses, which gives the same gradients and takes more memory"
-            yield f"the script calls backward() {len(program.losses)} times for a step: {sums}"
+            yield (
+                f"the script calls backward() {len(program.losses)} times for a step: the scan calls it {once}, of "
+                "the sum of the losses, which gives the same gradients and takes more memory"
+            )
         if len(self.optimizers) > 1:
-            those = [f"{type(one).__name__} (made at {dict(self.made).get(one)})" for one in self.optimizers]
-            yield f"a step is that of {len(those)} optimizers: {', '.join(those)}; the loss shown is the sum of theirs"
+            lines = dict(self.made)
+            listed = [f"{type(optimizer).__name__} (made at {lines.get(optimizer)})" for optimizer in self.optimizers]
+            shown = "the loss shown is the sum of theirs"
+            yield f"a step is that of {len(listed)} optimizers: {', '.join(listed)}; {shown}"
         if len(program.calls) > 1:
             names = ", ".join(dict.fromkeys(type(node.call).__name__ for node in program.calls))
             yield f"the loss follows from {len(program.calls)} calls ({names}): the scanned module makes all of them"
@@ -265,8 +257,7 @@ class ObservedSteps:
             yield f"{node.line} makes a number of what the model computes ({node.name}): {whose}"
 
     def training(self, script: str) -> ObservedTraining | None:
-        """What a scan trains, after the first step was made again; ``None`` if the script computes
-        no gradients.
+        """What a scan trains, after a check of the first step; ``None`` without any gradients.
 
         Raises :class:`UsageError` if no step can be made as the script makes it.
         """
@@ -277,6 +268,7 @@ class ObservedSteps:
                 none = "it makes no step of a torch.optim.Optimizer with the gradients that it computes"
                 raise UnrepeatableError(self.problem or none)
             program, _, root, _ = self.steps[0]
+            # Steps of one form share a program, and differ in their batches
             forms: dict[str, Program] = {}
             for step in self.steps:
                 forms.setdefault(step.program.form, step.program)
@@ -289,6 +281,7 @@ class ObservedSteps:
             self._check(optimizer, loss)
         except UnrepeatableError as problem:
             raise UsageError(f"The training of {script} cannot be scanned: {problem}.", DEFINE_PARTS) from None
+        # From here on, the scan trains it in its own ways
         for module in root.modules():
             _detach(module, self.facts)
         notes = (f"the training step is that of the script, observed at {line}", *self._notes(optimizer.parts))
@@ -302,7 +295,7 @@ class ObservedSteps:
             batches = [batch.numbered(number, is_input=is_input) for batch, number in pairs]
         elif all(same_values(batch, batches[0]) for batch in batches):
             batches = batches[:1]
-        made = tuple(dict(self.made).get(one) or "" for one in self.optimizers)
+        made = tuple(dict(self.made).get(optimizer) or "" for optimizer in self.optimizers)
         losses = () if program.autocasts else tuple(step.loss for step in self.steps)
         return ObservedTraining(root, loss, optimizer, batches, line, self.framework, made, notes, losses)
 
@@ -312,22 +305,18 @@ class ObservedSteps:
         parts, positions = [], []
         for optimizer in self.optimizers:
             own = {id(p): p for group in optimizer.param_groups for p in group["params"] if id(p) in position}
-            clips = next(one.clips for one in self.made_first if one.optimizer is optimizer)
+            clips = next(step.clips for step in self.made_first if step.optimizer is optimizer)
             model = root
             if len(self.optimizers) != 1:
                 model = nn.ParameterList(own.values())
             parts.append(OptimizerLike(optimizer, model, clips, self.states[optimizer], self.schedule[optimizer]))
-            positions.append([position[known] for known in own])
-        if len(parts) == 1:
-            return parts[0]
-        return OptimizersLike(parts, positions)
+            positions.append([position[key] for key in own])
+        return parts[0] if len(parts) == 1 else OptimizersLike(parts, positions)
 
     def _check(self, made: OptimizerLike | OptimizersLike, loss: ObservedLoss) -> None:
-        """Make the first step again up to its gradients; raises :class:`UnrepeatableError` if they
-        or the loss differ.
-        """
+        """Make the first step again; raises :class:`UnrepeatableError` if its results differ."""
         program, batch, root, _ = self.steps[0]
-        given = batch.args if isinstance(root, ScriptStep) else batch.targets
+        inputs = batch.args if isinstance(root, ScriptStep) else batch.targets
         scale = self.first[0].scale
 
         def again() -> Any:
@@ -344,12 +333,14 @@ class ObservedSteps:
                 for number, phase in enumerate(program.plan):
                     for parameter in itertools.chain(*(own[index] for index in phase.clears)):
                         parameter.grad = None
-                    losses = program.run(root, map_tensors(given, copy_of), again=again, phase=number)
-                    for found, value in zip(losses, values, strict=False):
-                        rounding = 0.0 if found.device.type == "cpu" else 1e-4  # accelerators may add in another order
-                        if not torch.allclose(found, value, rtol=rounding, atol=0, equal_nan=True):
+                    losses = program.run(root, map_tensors(inputs, copy_of), again=again, phase=number)
+                    for computed, value in zip(losses, values, strict=False):
+                        # Accelerators may add in another order
+                        rounding = 0.0 if computed.device.type == "cpu" else 1e-4
+                        if not torch.allclose(computed, value, rtol=rounding, atol=0, equal_nan=True):
+                            differs = f"is {computed.item():g}, not {value.item():g}"
                             raise UnrepeatableError(
-                                f"computed again from the same batch, the loss at {loss.line} is {found.item():g}, not {value.item():g}"
+                                f"computed again from the same batch, the loss at {loss.line} {differs}"
                             )
                     (sum_of(losses) * scale).backward()
                     for index in phase.steps:
@@ -375,9 +366,10 @@ class ObservedSteps:
         for made in parts:
             rates = made.rates
             if not any(rates) and "initial_lr" in made.schedule[0][0]:
-                for settings in [found for step in made.schedule for found in step]:
+                for settings in [settings for step in made.schedule for settings in step]:
                     settings["lr"] = settings["initial_lr"]
-                yield f"the learning rate of the script is 0 in its first step (a warm-up): the scan uses {made.rates[0]:g}"
+                why = "0 in its first step (a warm-up)"
+                yield f"the learning rate of the script is {why}: the scan uses {made.rates[0]:g}"
             elif len(set(rates)) > 1:
                 yield f"the learning rate is that of the script in each step: {rates[0]:g} to {rates[-1]:g}"
         if any(made.state for made in parts):
@@ -388,8 +380,8 @@ class ObservedSteps:
             yield f"{count} of the {self.wanted} steps {batches} repeated, since {why}"
         trained = self.steps[0].program.trained
         for optimizer, line in self.made:
-            known = [parameter for group in getattr(optimizer, "param_groups", []) for parameter in group["params"]]
-            if not any(id(parameter) in trained for parameter in known):
+            own = [parameter for group in getattr(optimizer, "param_groups", []) for parameter in group["params"]]
+            if not any(id(parameter) in trained for parameter in own):
                 kind = type(optimizer).__name__
                 yield f"the script has another optimizer, {kind}, made at {line}: the scan does not make its steps"
         yield from self.facts
@@ -398,32 +390,35 @@ class ObservedSteps:
 def _check_gradients(
     parameters: Sequence[nn.Parameter], step: OptimizerStep, line: str | None, same: float, scale: float
 ) -> None:
-    """Raise :class:`UnrepeatableError` if the gradients of ``parameters`` differ from those of the
-    script, of the loss times ``scale``.
-    """
-    known = {id(parameter): parameter.grad for parameter in parameters}
-    found = {key: wanted for key, wanted in step.gradients.items() if key in known}
-    pairs = [(torch.zeros_like(b) if (a := known[key]) is None else a, b) for key, b in found.items()]
+    """Raise :class:`UnrepeatableError` if the gradients differ by more than ``same``."""
+    own = {id(parameter): parameter.grad for parameter in parameters}
+    pairs = []
+    for key, wanted in step.gradients.items():
+        if key in own:
+            gradient = own[key]
+            pairs.append((torch.zeros_like(wanted) if gradient is None else gradient, wanted))
     error = sum(float((a - b).double().square().sum()) for a, b in pairs) ** 0.5
     norm = sum(float(b.double().square().sum()) for _, b in pairs) ** 0.5
-    if not error <= same * norm:
-        why = ""
-        if not known.keys() >= {parameter for clip in step.clips for parameter in clip.parameters}:
-            why = "; the script clips them together with those of other parameters, the scan clips those of each optimizer alone"
-        elif scale != 1 and step.clips:
-            why = "; if they are clipped before scaler.unscale_(optimizer), `lowprec-check fix --train` adds that call"
-        by = f"the gradients that the optimizer gets differ from those of the loss at {line} by {error / (norm or 1.0):.1%}"
-        raise UnrepeatableError(f"{by}{why}")
+    if error <= same * norm:
+        return
+    # Where the scan is known to compute other gradients than the script
+    why = ""
+    if not own.keys() >= {parameter for clip in step.clips for parameter in clip.parameters}:
+        others = "those of other parameters, the scan clips those of each optimizer alone"
+        why = f"; the script clips them together with {others}"
+    elif scale != 1 and step.clips:
+        why = "; if they are clipped before scaler.unscale_(optimizer), `lowprec-check fix --train` adds that call"
+    by = f"from those of the loss at {line} by {error / (norm or 1.0):.1%}"
+    raise UnrepeatableError(f"the gradients that the optimizer gets differ {by}{why}")
 
 
 def _detach(module: nn.Module, facts: dict[str, None]) -> None:
-    """Take the module from what trains it: a trainer of Lightning, the mixed precision of
-    accelerate.
-    """
+    """Take the module from what trains it: a trainer of Lightning, or accelerate."""
     state = vars(module)
     for name in ("_trainer", "_fabric"):
         if state.get(name) is not None:
             state[name] = None
+    # Accelerate wraps `forward` in the mixed precision that it chose
     original = state.pop("_original_forward", None)
     if original is not None:
         state.pop("forward", None)

@@ -1,12 +1,9 @@
-"""Makes optimizers like one of the user's, which may change its learning rate and clip gradients
-from step to step.
-"""
+"""Makes optimizers like the user's, which may change the learning rate and clip gradients."""
 
 from __future__ import annotations
 
 import collections
 import copy
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +15,6 @@ from lowprec_check.errors import UsageError
 
 Settings = list[dict[str, Any]]
 """Of each parameter group, everything but its parameters."""
-
 
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 """Settings that choose how a step is computed, which no scheduler changes."""
@@ -36,17 +32,16 @@ class Clip(NamedTuple):
     @property
     def code(self) -> str:
         """``torch.nn.utils.clip_grad_norm_(parameters, 1.0)``."""
-        given = [*map(repr, self.args), *(f"{name}={value!r}" for name, value in self.kwargs.items())]
-        return f"torch.nn.utils.{self.function.__name__}({', '.join(['parameters', *given])})"
+        arguments = [*map(repr, self.args), *(f"{name}={value!r}" for name, value in self.kwargs.items())]
+        return f"torch.nn.utils.{self.function.__name__}({', '.join(['parameters', *arguments])})"
 
 
 class OptimizerLike:
-    """Makes an optimizer with the class and the parameter groups of ``given``, which the user made
-    for ``model``.
+    """Makes optimizers with the class and parameter groups of ``given``, the user's of ``model``.
 
     A scheduler may have set a learning rate for its first step, such as 0 for a warm-up: the one
-    before it is used, unless the settings of each step are given in ``schedule``. ``state`` is what
-    the user's had before the first step, by number.
+    before it is used, unless ``schedule`` has the settings of each step. ``state`` is that before
+    the first step, by number.
     """
 
     def __init__(
@@ -61,28 +56,27 @@ class OptimizerLike:
         position = {id(parameter): index for index, parameter in enumerate(trained)}
         count = len(schedule[0]) if schedule else None  # a script may have added some later
         groups = given.param_groups[:count]
-        known = [[id(parameter) for parameter in group["params"]] for group in groups]
         self.parts = [self]
         listed = [parameter for group in groups for parameter in group["params"]]
-        self.foreign = sum(each.requires_grad and id(each) not in position for each in listed)
+        self.foreign = sum(parameter.requires_grad and id(parameter) not in position for parameter in listed)
         """How many parameters it trains that are not of the model."""
         self._kind: Any = type(given)
-        self._groups = [[position[each] for each in group if each in position] for group in known]
-        self.schedule = list(schedule) or [[_without_warmup(settings) for settings in settings_of(given)]]
-        needs = parameters_of(self._kind).items()
-        self._needed = {
-            name: given.defaults[name] for name, found in needs if _is_needed(found) and name in given.defaults
-        }
-        numbers = [number for number, each in enumerate(itertools.chain(*known)) if each in position]
+        self._groups = [[position[id(p)] for p in group["params"] if id(p) in position] for group in groups]
+        self.schedule = list(schedule)
+        if not schedule:
+            self.schedule = [[_without_warmup(settings) for settings in settings_of(given)]]
+        # Arguments without a default value, which the class needs besides the groups
+        needed = [name for name, parameter in parameters_of(self._kind).items() if _is_needed(parameter)]
+        self._needed = {name: given.defaults[name] for name in needed if name in given.defaults}
+        # The user's numbers count parameters that are not of the model too
+        numbers = [number for number, parameter in enumerate(listed) if id(parameter) in position]
         self.state = {new: (state or {})[old] for new, old in enumerate(numbers) if old in (state or {})}
         self.clips = [
-            clip._replace(parameters=[position[each] for each in clip.parameters if each in position]) for clip in clips
+            clip._replace(parameters=[position[key] for key in clip.parameters if key in position]) for clip in clips
         ]
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """An optimizer of ``parameters``, in the order of those of the model; raises
-        :class:`UsageError` if it has none of them.
-        """
+        """An optimizer of ``parameters`` like those of the model; raises if it has none."""
         if not any(self._groups):
             raise UsageError(
                 "`optimizer` has none of the parameters of the model that is scanned.",
@@ -94,12 +88,14 @@ class OptimizerLike:
             [{"params": [listed[index] for index in indices], **settings} for indices, settings in groups],
             **self._needed,
         )
+        # Not the state itself, which each optimizer changes in place
         if self.state:
             made.load_state_dict(made.state_dict() | {"state": copy.deepcopy(self.state)})
         done = 0
 
         def before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
             nonlocal done
+            # Settings of this step, as the user's scheduler made them
             if len(self.schedule) > 1:
                 settings = self.schedule[min(done, len(self.schedule) - 1)]
                 for group, values in zip(optimizer.param_groups, settings, strict=True):
@@ -116,7 +112,8 @@ class OptimizerLike:
         return made
 
     def clip(self, parameters: Sequence[nn.Parameter], optimizer: Any = None) -> None:
-        """Clip the gradients; a fused optimizer may have left it to its step to unscale them."""
+        """Clip the gradients."""
+        # A GradScaler leaves it to a fused optimizer to unscale them in its step
         scale = getattr(optimizer, "grad_scale", None)
         if self.clips and isinstance(scale, Tensor):
             for parameter in parameters:
@@ -155,9 +152,7 @@ class OptimizersTogether:
 
 
 class OptimizersLike:
-    """Makes optimizers like several of the user's, ``parts``; each has the parameters of the model
-    at its ``positions``.
-    """
+    """Makes optimizers like the ``parts``, each of the model's parameters at its ``positions``."""
 
     def __init__(self, parts: Sequence[OptimizerLike], positions: Sequence[Sequence[int]]) -> None:
         self.parts, self.positions = parts, positions
@@ -174,8 +169,8 @@ class OptimizersLike:
 
 def takes_closure(optimizer: Any) -> bool:
     """Whether its ``step()`` cannot be called without a closure."""
-    _, *given = parameters_of(type(optimizer).step).values()  # a scheduler wraps that of the object
-    return any(map(_is_needed, given))
+    _, *parameters = parameters_of(type(optimizer).step).values()  # a scheduler wraps that of the object
+    return any(map(_is_needed, parameters))
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
@@ -187,10 +182,9 @@ def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
 
 
 def _without_warmup(settings: dict[str, Any]) -> dict[str, Any]:
-    rate = settings.get("initial_lr", settings.get("lr"))
-    return {name: value for name, value in settings.items() if name != "initial_lr"} | (
-        {} if rate is None else {"lr": rate}
-    )
+    settings = dict(settings)
+    rate = settings.pop("initial_lr", settings.get("lr"))
+    return settings if rate is None else settings | {"lr": rate}
 
 
 def _is_needed(parameter: Any) -> bool:

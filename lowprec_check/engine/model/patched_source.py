@@ -1,6 +1,4 @@
-"""Loads files of the user's with changes that are not on disk: every import of them gets the
-changed text, under the same name.
-"""
+"""Loads files of the user's with changes that are not on disk, under the same names."""
 
 from __future__ import annotations
 
@@ -21,25 +19,18 @@ _unpatched = importlib.machinery.SourceFileLoader.get_code
 
 
 def use_sources(texts: Mapping[str, str], rewrite: Rewrite | None = None) -> None:
-    """From now on, this process loads files with these ``texts``, by their resolved paths, each
-    changed by ``rewrite``.
-    """
+    """From now on, load files with ``texts``, by resolved path, each changed by ``rewrite``."""
     _texts.clear()
     _texts.update(texts)
-    if rewrite is not None:
-        _rewrites[:] = [rewrite]
-    else:
-        _rewrites[:] = []
+    _rewrites[:] = filter(None, [rewrite])
+    # Every import goes through this method, also those of other modules of the user's
     importlib.machinery.SourceFileLoader.get_code = _get_code if texts else _unpatched  # type: ignore[method-assign, assignment]
     for path, text in texts.items():  # where inspect and TorchScript find it
         linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
 
 
 def _get_code(loader: Any, fullname: str) -> CodeType | None:
-    code = changed_code(loader.path)
-    if code is None:
-        return _unpatched(loader, fullname)
-    return code
+    return changed_code(loader.path) or _unpatched(loader, fullname)
 
 
 def changed_code(path: str | os.PathLike[str]) -> CodeType | None:

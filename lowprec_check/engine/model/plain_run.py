@@ -1,6 +1,4 @@
-"""The plain part of a run: the model as its user would run it, without instruments. Status, time
-and outputs come from here.
-"""
+"""The plain part of a run, which gives status, time and outputs: the model as its user runs it."""
 
 from __future__ import annotations
 
@@ -62,11 +60,9 @@ class PlainResult(Struct, frozen=True, kw_only=True, tag="plain"):
     judged_by_one_call: bool = False
     """Whether its first call took so many times as long as fp32's that there was no other."""
     failed_call: int | None = None
-    """The call that failed, or whose output has another status than that of the first call;
-    ``None`` if there is none.
-    """
+    """The call that failed, or whose output has another status than the first; else ``None``."""
     failed_input: InputChange | None = None
-    """The changed inputs that the verdict is about, compared with eager mode in the same precision."""
+    """The changed inputs that the verdict is about, compared with eager mode in this precision."""
     random: bool = False
     """Whether the model used random numbers."""
     compiled: bool = False
@@ -80,20 +76,17 @@ class PlainResult(Struct, frozen=True, kw_only=True, tag="plain"):
     backend_gaps: list[Gap] = []
     """The ops that the backend lacks."""
     output_rms: float | None = None
-    """Root mean square of the fp32 tensor that the verdict is about; of the fp32 run, of its
-    largest tensor.
-    """
+    """Root mean square of the fp32 tensor that the verdict is about; in fp32, of the largest."""
     compared_output: str | None = None
     compared_module: str | None = None
 
 
 class PlainCalls:
-    """Calls a model several times in a row, as its user does, and judges each output. Nothing is
-    attached or rewound.
+    """Calls a model several times in a row, as its user does, and judges each output.
 
-    ``references`` are the outputs of the fp32 run's calls, ``None`` for the fp32 run itself. With
-    ``prepares``, the first call also prepares the model, so it may take much longer than the
-    others. ``made`` holds the output of a call to judge in place of any.
+    Nothing is attached or rewound. ``references`` are the outputs of the fp32 run's calls, ``None``
+    for the fp32 run itself. With ``prepares``, the first call also prepares the model, so it may
+    take longer. ``made`` holds the output of a call to judge in place of any.
     """
 
     def __init__(
@@ -110,18 +103,13 @@ class PlainCalls:
         made: Sequence[Any] = (),
     ) -> None:
         self._ready, self._args, self._kwargs, self._seed, self._made = ready, args, kwargs, seed, made
-        self._call: Callable[..., tuple[Any, float]]
+        self._call: Callable[..., tuple[Any, float]] = run_once
         if made:
-            self._call = lambda *_given: (made[0], 0.0)
-        else:
-            self._call = run_once
+            self._call = lambda *_: (made[0], 0.0)
         self._tolerance, self._references = tolerance, references
-        self._on_call = on_call
-        self._prepares = prepares
+        self._on_call, self._prepares = on_call, prepares
+        # A call then reads all weights, which is not repeated to find out what the first one set up
         self._streams = stream_of(ready.model) is not None
-        """Whether a call reads all weights, which is not repeated to find out what the first one
-        set up.
-        """
         self.outputs: list[list[Tensor]] = []
         """The leaves of the outputs, one list per call."""
         self.paths: list[str] = []
@@ -132,9 +120,9 @@ class PlainCalls:
     def run(
         self, *, seconds: float, too_slow: float = math.inf, hopeless: float = math.inf, until_failed: bool = False
     ) -> PlainResult:
-        """Call the model :data:`COMPARED_CALLS` times, or as often as the limits of
-        :class:`CallTimes` allow, unless a call raises, or, with ``until_failed``, gives an output
-        that fails.
+        """Call the model :data:`COMPARED_CALLS` times, or within the limits of :class:`CallTimes`.
+
+        A call that raises is the last one; with ``until_failed``, one whose output fails, too.
         """
         seed_everything(self._seed)
         before, frames = generator_states(), compiled_frames()
@@ -154,10 +142,13 @@ class PlainCalls:
                     if loss is None and isinstance(output, WithLoss) and math.isfinite(value := float(output.loss)):
                         loss = value
                     named = named_output_tensors(output)
+                    # Copies: the model may write to its output in the next call
                     self.outputs.append([tensor.clone() for _, tensor in named])
                     self.paths = self.paths or [path for path, _ in named]
                     del output, named
-                    failed = until_failed and not drew and self._fails(times.count - 1)
+                    if until_failed and not drew and self._references is not None:
+                        reference = self._references[times.count - 1]
+                        failed = judge(self.outputs[-1], reference, self._tolerance)[0] in ("inaccurate", "nonfinite")
             except BaseException as error:
                 reraise_interrupt(error)
                 number = times.count + 1
@@ -171,7 +162,7 @@ class PlainCalls:
         self.warnings = list(caught)
         floating = [tensor for tensor in self.outputs[0] if is_float(tensor) and tensor.numel()]
         messages = [text_of(warning.message) for warning in caught]
-        found = PlainResult(
+        result = PlainResult(
             status="ok",
             random=drew,
             compiled=compiled_frames() > frames,
@@ -184,13 +175,8 @@ class PlainCalls:
             judged_by_one_call=times.is_hopeless,
         )
         if self._references is None:
-            return found
-        return judged(found, self.outputs, self._references, self._tolerance, self.paths)
-
-    def _fails(self, number: int) -> bool:
-        assert self._references is not None
-        status, _ = judge(self.outputs[number], self._references[number], self._tolerance)
-        return status in ("inaccurate", "nonfinite")
+            return result
+        return judged(result, self.outputs, self._references, self._tolerance, self.paths)
 
 
 def run_once(ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int) -> tuple[Any, float]:
@@ -206,10 +192,9 @@ def call_once(ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def describe_error(error: BaseException, model: nn.Module) -> ExceptionInfo:
-    """Type and message of the exception, with the module and the user's lines that raised it; of a
-    compiler, what it failed on.
-    """
+    """Type, message and place of the exception; of a compiler's, that of what it failed on."""
     traced, error = getattr(error, "real_stack", None) or (), _cause(error)
+    # The innermost module whose method is on the stack
     names = {id(module): name for name, module in model.named_modules()}
     module, traceback = None, error.__traceback__
     while traceback is not None:
@@ -230,9 +215,7 @@ def describe_error(error: BaseException, model: nn.Module) -> ExceptionInfo:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What a compiler of torch failed on, out of the exceptions that it wraps around it; else
-    ``error``.
-    """
+    """What a compiler of torch failed on, out of the exceptions that it wraps around it."""
     while type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
         inner = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
         if not isinstance(inner, BaseException) or first_line(message_of(inner)) not in message_of(error):
@@ -251,7 +234,7 @@ def judged(
     tolerance: float | None,
     paths: Sequence[str],
 ) -> PlainResult:
-    """``plain`` with the worst verdict over the calls, of whose outputs ``paths`` name the tensors."""
+    """``plain`` with the worst verdict over the calls; ``paths`` name the tensors of outputs."""
     verdicts = [judge(output, reference, tolerance) for output, reference in zip(outputs, references, strict=False)]
     badness = [(_FROM_GOOD_TO_BAD.index(status), compared.distance) for status, compared in verdicts]
     worst = badness.index(max(badness))
@@ -263,8 +246,8 @@ def judged(
 def judge(outputs: list[Tensor], reference: list[Tensor], tolerance: float | None) -> tuple[Status, OutputComparison]:
     """The status of one output compared with fp32's, and the comparison."""
     try:
-        mine, fp32 = ([tensor.cpu() for tensor in tensors] for tensors in (outputs, reference))
-        compared = compare_outputs(mine, fp32, tolerance=tolerance)
+        low, fp32 = ([tensor.cpu() for tensor in tensors] for tensors in (outputs, reference))
+        compared = compare_outputs(low, fp32, tolerance=tolerance)
     except Exception as error:  # a kind of tensor that torch itself can hardly handle
         note = f"its output could not be compared: {type_name(error)}: {first_line(message_of(error))}"
         return "unjudged", OutputComparison(NOTHING, math.inf, note=note, compared=False)
@@ -272,7 +255,10 @@ def judge(outputs: list[Tensor], reference: list[Tensor], tolerance: float | Non
         return "nonfinite", compared
     if not compared.compared:
         return "unjudged", compared
-    return ("inaccurate" if tolerance is not None and not compared.distance <= tolerance else "ok"), compared
+    # Not `>`: a distance may be NaN
+    if tolerance is not None and not compared.distance <= tolerance:
+        return "inaccurate", compared
+    return "ok", compared
 
 
 def with_verdict(
@@ -282,10 +268,7 @@ def with_verdict(
     path = None
     if compared.leaf is not None and len(paths) > 1:
         path = paths[compared.leaf]
-    if compared.note:
-        notes = (*plain.notes, compared.note)
-    else:
-        notes = plain.notes
+    notes = (*plain.notes, *filter(None, [compared.note]))
     error = compared.error if compared.compared else None
     return msgspec.structs.replace(
         plain, status=status, output_error=error, output_rms=compared.rms, compared_output=path, notes=notes
@@ -296,9 +279,7 @@ def with_verdict(
 
 
 def output_tensors(output: Any) -> list[Tensor]:
-    """The tensors of an output, detached, as plain dense tensors; numbers and NumPy arrays become
-    tensors.
-    """
+    """The tensors of an output, detached and dense; also of its numbers and NumPy arrays."""
     return [tensor for _, tensor in named_output_tensors(output)]
 
 
@@ -336,7 +317,7 @@ def _dense(tensor: Tensor) -> list[Tensor]:
     return [tensor if type(tensor) is Tensor else tensor.as_subclass(Tensor)]
 
 
-# -- The output of one module, for a model whose own output holds nothing to compare: all zeros, ``None``, a text
+# -- The output of one module, for a model whose own has nothing to compare: zeros, ``None``, a text
 
 
 class ModuleOutput(NamedTuple):
@@ -349,61 +330,53 @@ class ModuleOutput(NamedTuple):
 
 
 def last_informative_module(ready: Prepared, args: Any, kwargs: Any, seed: int) -> ModuleOutput | None:
-    """The last module call of the model whose output is floating, finite and not all zeros;
-    ``None`` if there is none.
-    """
-    found: list[ModuleOutput] = []
+    """The last module call whose output is floating, finite and not all zeros; else ``None``."""
+    last = None
 
     def keep_last(name: str, number: int, output: Any) -> None:
+        nonlocal last
         tensors = _floating(output)
         if tensors and all(bool(t.isfinite().all()) for t in tensors) and not all(map(is_zero, tensors)):
-            found[:] = [ModuleOutput(name, number, tensors)]
+            last = ModuleOutput(name, number, tensors)
 
     with _on_every_call(ready.model, keep_last):
         run_once(ready, args, kwargs, seed)
-    if found:
-        return found[0]
-    return None
+    return last
 
 
 def module_output(ready: Prepared, args: Any, kwargs: Any, seed: int, wanted: ModuleOutput) -> list[Tensor] | None:
-    """The output of the same call of the same module as ``wanted``; ``None`` if it does not happen."""
-    found: list[list[Tensor]] = []
+    """The output of the same call of the same module as ``wanted``; ``None`` if there is none."""
+    tensors = None
 
     def keep_wanted(name: str, number: int, output: Any) -> None:
+        nonlocal tensors
         if (name, number) == (wanted.module, wanted.number):
-            found.append(_floating(output))
+            tensors = _floating(output)
 
     with _on_every_call(ready.model, keep_wanted):
         run_once(ready, args, kwargs, seed)
-    if found:
-        return found[0]
-    return None
+    return tensors
 
 
 @contextlib.contextmanager
 def kept_output(model: nn.Module, wanted: ModuleOutput | None) -> Iterator[list[OutputPart]]:
-    """Yield a list that is given the tensors of the same call of the same module as ``wanted``, not
-    copies of them.
-    """
-    found: list[OutputPart] = []
+    """Yield a list that gets the tensors of the same call as ``wanted``, not copies of them."""
+    parts: list[OutputPart] = []
 
     def keep_wanted(name: str, number: int, output: Any) -> None:
         if wanted is not None and (name, number) == (wanted.module, wanted.number):
-            found.extend(part for part in output_parts(output) if is_float(part.tensor) and part.tensor.numel())
+            parts.extend(part for part in output_parts(output) if is_float(part.tensor) and part.tensor.numel())
 
     if wanted is None:
-        yield found
+        yield parts
         return
     with _on_every_call(model, keep_wanted):
-        yield found
+        yield parts
 
 
 @contextlib.contextmanager
 def _on_every_call(model: nn.Module, report: Any) -> Iterator[None]:
-    """Call ``report(name, number, output)`` after every call of a submodule. A global hook keeps
-    modules on their fast paths.
-    """
+    """Call ``report(name, number, output)`` after every call of a submodule."""
     names, calls = module_names(model), Counter[str]()
 
     def hook(module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -412,6 +385,7 @@ def _on_every_call(model: nn.Module, report: Any) -> Iterator[None]:
             calls[name] += 1
             report(name, calls[name], output)
 
+    # A hook for all modules, since own hooks would take modules off their fast paths
     handle = register_module_forward_hook(hook)
     try:
         with compiled_code_in_eager():

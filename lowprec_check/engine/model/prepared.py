@@ -1,6 +1,4 @@
-"""A model in one precision and memory format: how each kind of precision is applied in place, and
-the model ready to be called.
-"""
+"""A model in one precision and memory format, applied in place, and ready to be called."""
 
 from __future__ import annotations
 
@@ -42,8 +40,7 @@ def prepared(
     changes_parameters: bool = False,
     snapshot: Snapshot | None = None,
 ) -> Iterator[Prepared]:
-    """Apply ``precision`` to ``model`` in place, without gradients, and restore the model
-    afterwards.
+    """Apply ``precision`` to ``model`` in place, without gradients, and restore it afterwards.
 
     ``keep_fp32`` names modules that stay in fp32. The model must already be on ``device``. ``call``
     is the function to call instead of the model, such as the model and a loss. If the model's own
@@ -64,7 +61,8 @@ def prepared(
                 model.to(memory_format=getattr(torch, memory_format))  # type: ignore[call-overload]
         except BaseException as error:
             reraise_interrupt(error)
-            of_model = isinstance(error, RecursionError)  # torch itself, in a module that contains itself
+            # The model's own code failed, or torch in a module that contains itself
+            of_model = isinstance(error, RecursionError)
             if not of_model and traceback_line(error.__traceback__) is None:
                 raise
             called = FailedCast(error)
@@ -84,7 +82,7 @@ class Prepared(NamedTuple):
     """The function to call: the model, or the model and the user's loss."""
     memory_format: MemoryFormat = CONTIGUOUS
     enters_context: bool = False
-    """Whether the function enters the context itself, as a training step does for its forward pass."""
+    """Whether the function enters the context itself, as a training step does for its forward."""
 
     @property
     def precision(self) -> Precision:
@@ -98,9 +96,7 @@ class Prepared(NamedTuple):
         return self._replace(call=call)
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Fresh copies on the device, in the memory format; floating tensors cast if the precision
-        casts them.
-        """
+        """Fresh copies on the device, in the memory format and in the dtypes of the precision."""
 
         def ready(tensor: Tensor) -> Tensor:
             fresh = tensor.detach().to(self.device, self.application.dtype_of_input(tensor), copy=True)
@@ -121,9 +117,7 @@ class Prepared(NamedTuple):
 
 @dataclass(frozen=True)
 class FailedCast:
-    """Takes the place of a model whose own code (``half()``, ``_apply()``) raised an exception when
-    it was cast.
-    """
+    """Takes the place of a model whose own code (``half()``) raised when it was cast."""
 
     error: BaseException
 
@@ -133,9 +127,7 @@ class FailedCast:
 
 
 def format_problem(memory_format: MemoryFormat, model: nn.Module, inputs: Iterable[Any]) -> str | None:
-    """Why ``memory_format`` does not apply to ``model``, the reason of a skipped run; ``None`` if
-    it does.
-    """
+    """Why ``memory_format`` does not apply to ``model``, for a skipped run; else ``None``."""
     if memory_format == CONTIGUOUS:
         return None
     weights = {tensor.ndim for tensor in (*model.parameters(), *model.buffers())}
@@ -150,7 +142,7 @@ def format_problem(memory_format: MemoryFormat, model: nn.Module, inputs: Iterab
 
 
 class Application:
-    """Applies a precision to a model and around its call. This base class changes nothing."""
+    """Applies a precision to a model and around its call. This base changes nothing."""
 
     def __init__(self, precision: Precision) -> None:
         self.precision = precision
@@ -164,7 +156,9 @@ class Application:
 
     def dtype_of_input(self, tensor: Tensor) -> torch.dtype:
         """The dtype that the input ``tensor`` is given in."""
-        return self.input_dtype if self.input_dtype is not None and tensor.is_floating_point() else tensor.dtype
+        if self.input_dtype is not None and tensor.is_floating_point():
+            return self.input_dtype
+        return tensor.dtype
 
     def apply(self, model: nn.Module, device_type: str, keep_fp32: Sequence[str]) -> None:
         """Change ``model`` in place; the modules named in ``keep_fp32`` stay in fp32."""
@@ -174,13 +168,11 @@ class Application:
         return contextlib.nullcontext()
 
     def make_standalone(self, model: nn.Module, device_type: str) -> None:
-        """Make a model that this was applied to work with fp32 inputs and without :meth:`context`."""
+        """Make a model that this was applied to work on fp32 inputs without :meth:`context`."""
 
 
 class Reference(Application):
-    """fp32: a model in fp32 is not changed; one with other floating dtypes is converted, and its
-    inputs with it.
-    """
+    """fp32: converts a model with other floating dtypes, and its inputs with it."""
 
     def __init__(self, precision: Precision) -> None:
         super().__init__(precision)
@@ -193,12 +185,12 @@ class Reference(Application):
             model._apply(lambda tensor: tensor.float() if tensor.dtype in self._converted else tensor)
 
     def dtype_of_input(self, tensor: Tensor) -> torch.dtype:
-        """The dtype of ``tensor``, or fp32 if the model's tensors of that dtype were converted."""
+        """The dtype of ``tensor``, or fp32 if the model was converted from that dtype."""
         return torch.float32 if tensor.dtype in self._converted else tensor.dtype
 
 
 def converted_dtypes(model: nn.Module) -> set[torch.dtype]:
-    """The dtypes in ``model`` that the fp32 reference converts to fp32; empty for a model in fp32."""
+    """The dtypes in ``model`` that the reference converts to fp32; none if it is in fp32."""
     in_parameters = {parameter.dtype for parameter in model.parameters()}
     return (in_parameters & {torch.float64}) | ((in_parameters | {b.dtype for b in model.buffers()}) & NARROW)
 
@@ -213,20 +205,22 @@ class Cast(Application):
 
     def apply(self, model: nn.Module, device_type: str, keep_fp32: Sequence[str]) -> None:
         """Cast ``model``; the modules in ``keep_fp32`` keep their exact fp32 values."""
+        # A weight that is tied to one outside gets its own values, in fp32
         for path in shared_weights(model, keep_fp32):
             owner, _, name = path.rpartition(".")
             module = model.get_submodule(owner)
             shared = getattr(module, name)
             setattr(module, name, nn.Parameter(shared.detach().clone(), requires_grad=shared.requires_grad))
-        kept = [model.get_submodule(name) for name in keep_fp32]
-        exact = [[tensor.detach().clone() for tensor in _floating_state(module)] for module in kept]
+        # The whole model is cast, so that the user's own `half()` runs, and values are put back
+        fp32_modules = [model.get_submodule(name) for name in keep_fp32]
+        exact = [[tensor.detach().clone() for tensor in _floating_state(module)] for module in fp32_modules]
         if isinstance(model, torch.jit.ScriptModule):
             model.to(self.dtype)  # it lacks bfloat16()
         elif self.precision.method is not None:
             getattr(model, self.precision.method)()
         else:
             model._apply(lambda tensor: tensor.to(self.dtype) if tensor.is_floating_point() else tensor)
-        for module, values in zip(kept, exact, strict=True):
+        for module, values in zip(fp32_modules, exact, strict=True):
             module.float()
             for tensor, value in zip(_floating_state(module), values, strict=True):
                 tensor.data.copy_(value)  # not counted as a write to the parameter, which gets its own data back
@@ -243,9 +237,7 @@ class Autocast(Application):
     """Calls the model under ``torch.autocast``; its weights stay in fp32."""
 
     def apply(self, model: nn.Module, device_type: str, keep_fp32: Sequence[str]) -> None:
-        """Run the modules in ``keep_fp32`` without autocast, with weights and inputs widened to
-        fp32; their outputs stay fp32.
-        """
+        """Run the modules in ``keep_fp32`` without autocast, on fp32 weights and inputs."""
         for name in keep_fp32:
             module = model.get_submodule(name)
             module._apply(Borders(self.dtype).widened)
@@ -254,13 +246,14 @@ class Autocast(Application):
 
     def context(self, device_type: str) -> contextlib.AbstractContextManager[Any]:
         """Autocast to the dtype; raises :class:`UsageError` if torch would ignore it."""
-        found = torch.autocast(device_type, dtype=self.dtype)
-        if not found._enabled:
+        autocast = torch.autocast(device_type, dtype=self.dtype)
+        if not autocast._enabled:
+            name = self.precision.format.name
             raise UsageError(
-                f"torch's autocast does not support {self.precision.format.name} on {device_type}: it would compute in fp32.",
+                f"torch's autocast does not support {name} on {device_type}: it would compute in fp32.",
                 "Choose another precision.",
             )
-        return found
+        return autocast
 
     def make_standalone(self, model: nn.Module, device_type: str) -> None:
         """Wrap its ``forward`` and the hooks that it has in autocast."""
@@ -271,10 +264,9 @@ class Autocast(Application):
 
 
 def autocast_problem(precision: Precision, device_type: str) -> str | None:
-    """Why autocast would compute in fp32, where torch only warns: it does not support the dtype;
-    ``None`` if it does.
-    """
-    if precision.kind != "autocast" or precision.format in (BF16, FP16):  # asking for bf16 would initialize a GPU here
+    """Why autocast would compute in fp32, where torch only warns: it does not support the dtype."""
+    # Asking for bf16 would initialize a GPU in this process
+    if precision.kind != "autocast" or precision.format in (BF16, FP16):
         return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -288,9 +280,7 @@ def autocast_problem(precision: Precision, device_type: str) -> str | None:
 
 
 def application_of(precision: Precision) -> Application:
-    """The :class:`Application` of ``precision``; raises :class:`UsageError` if that of another
-    package cannot be made.
-    """
+    """How to apply ``precision``; raises :class:`UsageError` if the code of a package fails."""
     if precision.method is not None and not hasattr(nn.Module, precision.method):
         raise UsageError(
             f"The precision {precision.name!r} casts by the method {precision.method!r}, which torch.nn.Module lacks.",
@@ -317,16 +307,14 @@ def is_planned(model: nn.Module) -> bool:
 
 
 def shared_weights(model: nn.Module, keep_fp32: Sequence[str]) -> list[str]:
-    """Parameters of kept modules that other modules share: ``["head.weight"]`` for a weight tied to
-    an embedding.
-    """
-    kept = [(name, model.get_submodule(name)) for name in keep_fp32]
-    inside = {id(module) for _, root in kept for module in root.modules()}
+    """Parameters of kept modules that other modules share, such as tied ``["head.weight"]``."""
+    roots = [(name, model.get_submodule(name)) for name in keep_fp32]
+    inside = {id(module) for _, root in roots for module in root.modules()}
     outside = [module for module in model.modules() if id(module) not in inside]
     elsewhere = {id(parameter) for module in outside for parameter in module.parameters(recurse=False)}
     return [
         f"{name}.{path}"
-        for name, module in kept
+        for name, module in roots
         for path, parameter in module.named_parameters(remove_duplicate=False)
         if id(parameter) in elsewhere
     ]
@@ -334,9 +322,10 @@ def shared_weights(model: nn.Module, keep_fp32: Sequence[str]) -> list[str]:
 
 # -- The borders of modules that stay in fp32
 #
-# Hooks and wrapped ``forward`` methods survive ``deepcopy``, do not change ``state_dict`` and are traced by ``torch.compile``.
-# A module with hooks does not use its fused fast path (``TransformerEncoderLayer``), so its children are called. The code
-# written by :mod:`lowprec_check.analysis.snippet` does the same.
+# Hooks and wrapped ``forward`` methods survive ``deepcopy``, do not change ``state_dict`` and are
+# traced by ``torch.compile``. A module with hooks does not use its fused fast path
+# (``TransformerEncoderLayer``), so its children are called. The code written by
+# :mod:`lowprec_check.analysis.snippet` does the same.
 
 
 class Borders:

@@ -1,4 +1,4 @@
-"""``quantize(model, inputs)``: the model as the ``int8`` backend runs it, to call, save and reload."""
+"""``quantize(model, inputs)``: the model as the ``int8`` backend runs it, to call or save."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ _PRECISION = "lowprec_check_precision"
 
 
 class QuantizedModel:
-    """A quantized model, for inference on the CPU. Call it as you call the model, on inputs of the
-    same shapes.
-    """
+    """A quantized model for inference on the CPU; call it like the model, on equal shapes."""
 
     def __init__(self, quantized: Quantized, precision: str) -> None:
         self._quantized = quantized
@@ -38,8 +36,7 @@ class QuantizedModel:
             return self._quantized(*args, **kwargs)
 
     def save(self, path: str | Path) -> None:
-        """Write the converted model to ``path``, as ``.pt2`` (torchao) or TorchScript (Intel's
-        extension).
+        """Write the model to ``path``, as ``.pt2`` (torchao) or TorchScript (Intel's extension).
 
         Raises :class:`UsageError` if the file cannot be written.
         """
@@ -55,18 +52,19 @@ class QuantizedModel:
 def quantize(
     model: nn.Module, inputs: Any, *, calibration: Calibration | None = None, precision: str = "fp32"
 ) -> QuantizedModel:
-    """Quantize a copy of ``model`` to int8, as the ``int8`` backend does; ``model`` is left
-    unchanged.
+    """Quantize a copy of ``model`` to int8, as the ``int8`` backend does.
 
     Args:
-        model: in fp32, on the CPU, in ``eval`` mode.
-        inputs: a tensor, a tuple of positional arguments, or a mapping of keyword arguments. The result is bound to their shapes.
-        calibration: batches like ``inputs`` (a list, a ``DataLoader``), or a function that returns or yields them, from which
-            the ranges of the activations are taken; by default ``inputs``.
+        model: in fp32, on the CPU, in ``eval`` mode; it is left unchanged.
+        inputs: a tensor, a tuple of positional arguments, or a mapping of keyword arguments. The
+            result is bound to their shapes.
+        calibration: batches like ``inputs`` (a list, a ``DataLoader``), or a function that returns
+            or yields them, which give the ranges of the activations; by default ``inputs``.
         precision: how the rest of the model runs, ``fp32`` or ``autocast-bf16``.
 
     Raises:
-        UsageError: the model, its inputs or the calibration is not valid, or no library is installed that can quantize.
+        UsageError: the model, its inputs or the calibration is not valid, or no library is
+            installed that can quantize.
     """
     chosen = PRECISIONS.get(precision)
     reason = BACKENDS.get(_BACKEND).skip_reason(chosen, "cpu", "contiguous")
@@ -78,8 +76,7 @@ def quantize(
 
 
 def load_quantized(path: str | Path) -> QuantizedModel:
-    """Load what :meth:`QuantizedModel.save` wrote, with the same library and torch; its outputs are
-    equal bit for bit.
+    """Load what :meth:`QuantizedModel.save` wrote with this library and torch, bit for bit equal.
 
     Raises :class:`UsageError` if the file is no such model, or this environment lacks the library.
     Load only files that you trust: torch reads them.

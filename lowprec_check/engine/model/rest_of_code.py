@@ -1,12 +1,11 @@
-"""What a function, or a file, that is running has still to run, by its source: what it calls and
-what its names refer to now.
-"""
+"""What a running function or file has still to run, by its source, and what its names refer to."""
 
 from __future__ import annotations
 
 import ast
 import builtins
 import collections
+import contextlib
 import functools
 import inspect
 import linecache
@@ -27,10 +26,8 @@ Node = TypeVar("Node", bound=ast.AST)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _COMPREHENSION_CODE = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
-"""Names of the code of comprehensions, which have frames of their own before Python 3.12; that of
-generators has one in any.
-"""
-_COMPREHENSIONS_ARE_INLINED = sys.version_info >= (3, 12)
+"""Names of the code of comprehensions, which have frames of their own before Python 3.12."""
+_COMPREHENSIONS_ARE_INLINED = sys.version_info >= (3, 12)  # but those of generators
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _FILLS = ("append", "insert", "extend", "add", "update")
 
@@ -39,9 +36,7 @@ UNKNOWN = object()
 
 
 class RestOfCode:
-    """What is left of the code of a ``frame``, the statement that is running included. None of the
-    user's code runs to find out.
-    """
+    """What is left of a ``frame``'s code, with the running statement; found without running any."""
 
     def __init__(self, frame: FrameType, tree: ast.Module, function: Any) -> None:
         code = frame.f_code
@@ -61,8 +56,8 @@ class RestOfCode:
         self._holds: dict[tuple[int, int], bool] = {}
         self._filled: dict[int, set[str | None]] = {}
         self._names: dict[bool, set[str]] = {}
+        # The loops and comprehensions that the call is in
         self._loops: list[ast.AST] = []
-        """The loops and comprehensions that the call is in."""
         self.statements: list[ast.stmt] = []
         """All that may run: what is running, the loops around it, and what is behind it."""
         self._collect(tree.body if function is None else function.body, frame)
@@ -104,19 +99,21 @@ class RestOfCode:
             return
 
     def repeats(self, module: nn.Module) -> bool:
-        """Whether the call is in a loop that calls this ``module`` again and again, and not another
-        one each time.
-        """
-        return any(
-            not any(self._locals.get(name) is module for name in _stored(loop)) and not _calls_its_variable(loop)
-            for loop in self._loops
-        )
+        """Whether the call is in a loop that calls this ``module`` each time, and no other."""
+        for loop in self._loops:
+            names = _stored(loop)
+            is_variable = any(self._locals.get(name) is module for name in names)
+            # The variable of a comprehension has no value in this frame
+            if isinstance(loop, _COMPREHENSIONS):
+                calls = (part for part in ast.walk(loop) if isinstance(part, ast.Call))
+                is_variable = is_variable or any(root_of(call.func) in names for call in calls)
+            if not is_variable:
+                return True
+        return False
 
     @functools.cached_property
     def _statement_of(self) -> dict[ast.AST, ast.stmt]:
-        """The nodes of the statements, the outer ones first, with the innermost statement of each;
-        those of functions and classes are left out.
-        """
+        """The nodes outside functions and classes, outer ones first, with their statements."""
         nodes: dict[ast.AST, ast.stmt] = {}
         waiting = collections.deque[tuple[ast.AST, ast.stmt]]((statement, statement) for statement in self.statements)
         while waiting:
@@ -151,28 +148,25 @@ class RestOfCode:
             owner = self.value_of(node.value)
             if is_module(owner) and node.attr in owner._modules:
                 return owner._modules[node.attr]
-            found = UNKNOWN
+            value = UNKNOWN
             if owner is not UNKNOWN:
-                found = inspect.getattr_static(owner, node.attr, UNKNOWN)
-            if isinstance(found, classmethod):
-                return MethodType(found.__func__, owner)
-            return found
+                value = inspect.getattr_static(owner, node.attr, UNKNOWN)
+            if isinstance(value, classmethod):
+                return MethodType(value.__func__, owner)
+            return value
         return UNKNOWN
 
     def holds(self, value: Any, module: nn.Module) -> bool:
-        """Whether a value is ``module``, a module with it inside, or a list, tuple or dictionary
-        with one of these.
-        """
+        """Whether a value is ``module``, contains it, or is a container of such modules."""
         if is_module(value):
             place = id(value), id(module)
             if place not in self._holds:
                 self._holds[place] = any(part is module for part in value.modules())
             return self._holds[place]
-        if type(value) in (list, tuple, dict):
-            parts = value
-            if type(value) is dict:
-                parts = value.values()
-            return any(is_module(part) and self.holds(part, module) for part in parts)
+        if type(value) is dict:
+            value = list(value.values())
+        if type(value) in (list, tuple):
+            return any(is_module(part) and self.holds(part, module) for part in value)
         return False
 
     def holds_in_attributes(self, value: Any, module: nn.Module) -> bool:
@@ -180,13 +174,12 @@ class RestOfCode:
         return not is_module(value) and any(self.holds(part, module) for part in (attributes_of(value) or {}).values())
 
     def refers_to(self, node: ast.expr, module: nn.Module) -> bool:
-        """Whether an expression gives ``module`` on, alone, in another module or in what is filled
-        with it, not what it computes.
-        """
-        return self._refers_to(node, module) or any(
-            isinstance(part, ast.Name) and part.id in self._filled_with(module)
-            for part in ([node.value] if isinstance(node, ast.Starred) else [node])
-        )
+        """Whether an expression gives ``module`` on, alone, in a module or in a container."""
+        if self._refers_to(node, module):
+            return True
+        if isinstance(node, ast.Starred):
+            node = node.value
+        return isinstance(node, ast.Name) and node.id in self._filled_with(module)
 
     def _refers_to(self, node: ast.expr, module: nn.Module) -> bool:
         if isinstance(node, ast.Starred):
@@ -201,9 +194,7 @@ class RestOfCode:
         return self.holds(self.value_of(node), module)
 
     def _filled_with(self, module: nn.Module) -> set[str | None]:
-        """The names of containers that get ``module`` later: ``layers.append(layer)``,
-        ``parts["encoder"] = encoder``.
-        """
+        """Names of containers that get ``module`` later, by ``layers.append(layer)`` or so."""
         if id(module) not in self._filled:
             names = self._filled[id(module)] = set()
             for call in self.nodes(ast.Call):
@@ -211,6 +202,7 @@ class RestOfCode:
                 if fills and any(self._refers_to(argument, module) for argument in call.args):
                     names.add(root_of(call.func))
             for assignment in self.nodes(ast.Assign):
+                # parts["encoder"] = encoder
                 filled = [root_of(target) for target in assignment.targets if isinstance(target, ast.Subscript)]
                 if filled and self._refers_to(assignment.value, module):
                     names.update(filled)
@@ -219,14 +211,11 @@ class RestOfCode:
     # -- What is called
 
     def definition_of(self, node: ast.expr) -> Any:
-        """The definition of a function of the user's own files, which may be still to come;
-        ``None`` of anything else.
-        """
+        """The definition of a function of the user's files, maybe still to come; else ``None``."""
         if isinstance(node, ast.Name) and node.id in self._later_functions:
             return self._later_functions[node.id]
         function = self.value_of(node)
-        is_own = type(function) is FunctionType and is_own_file(function.__code__.co_filename)
-        if is_own:
+        if type(function) is FunctionType and is_own_file(function.__code__.co_filename):
             return _definition(function.__code__)
         return None
 
@@ -237,17 +226,13 @@ class RestOfCode:
         return {function.name: function for function in reversed(later)}
 
     def called(self, *, in_loops: bool = False) -> set[str]:
-        """The names that are called later, by the user's functions too, which may get them as
-        arguments; perhaps in loops only.
-        """
+        """The names that are called later, by the user's functions too; perhaps in loops only."""
         if in_loops not in self._names:
             self._names[in_loops] = self._called(self.statements, {}, counts=not in_loops)
         return self._names[in_loops]
 
-    def _called(self, body: Iterable[ast.AST], known: dict[Any, set[str]], *, counts: bool) -> set[str]:
-        """Those in ``body``; ``known`` has those of functions, by their definition and whether all
-        their calls count.
-        """
+    def _called(self, body: Iterable[ast.AST], by_function: dict[Any, set[str]], *, counts: bool) -> set[str]:
+        """Those in ``body``; ``by_function`` has those of functions, by whether all calls count."""
         names: set[str] = set()
         waiting = [(node, counts) for node in body]
         while waiting:
@@ -259,10 +244,12 @@ class RestOfCode:
                     names.add(node.func.id)
                 function = self.definition_of(node.func)
                 if function is not None:
-                    if (function, counted) not in known:
-                        known[function, counted] = set()  # of a function that calls itself
-                        known[function, counted] = self._called(function.body, known, counts=counted)
-                    names |= _as_the_caller_says(known[function, counted], function, node)
+                    key = function, counted
+                    if key not in by_function:
+                        by_function[key] = set()  # of a function that calls itself
+                        by_function[key] = self._called(function.body, by_function, counts=counted)
+                    names |= _as_the_caller_says(by_function[key], function, node)
+            # What a loop goes over is computed once
             once = []
             if isinstance(node, (ast.For, ast.AsyncFor)):
                 once = [node.iter]
@@ -292,15 +279,13 @@ def repeats_in_comprehension(frame: FrameType, module: nn.Module) -> bool:
 
 
 def _as_the_caller_says(called: Iterable[str], function: Any, call: ast.Call) -> set[str]:
-    """Names that a function calls: of its parameters, as the names that ``call`` gives it; its
-    local variables are left out.
-    """
+    """Names that a function calls, as its caller names its arguments; local ones are left out."""
     parameters = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
-    given = dict(zip(parameters, call.args, strict=False))
-    given |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
+    arguments = dict(zip(parameters, call.args, strict=False))
+    arguments |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
     stored, names = _stored(function), set()
     for name in called:
-        argument = given.get(name)
+        argument = arguments.get(name)
         if isinstance(argument, ast.Name):
             names.add(argument.id)
         elif argument is None and name not in stored and name not in parameters:
@@ -311,13 +296,6 @@ def _as_the_caller_says(called: Iterable[str], function: Any, call: ast.Call) ->
 def _stored(node: ast.AST) -> set[str]:
     """The names that are assigned inside."""
     return {part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
-
-
-def _calls_its_variable(loop: ast.AST) -> bool:
-    """Whether what a comprehension calls is its own variable; that of a loop has a value."""
-    if not isinstance(loop, _COMPREHENSIONS):
-        return False
-    return any(isinstance(part, ast.Call) and root_of(part.func) in _stored(loop) for part in ast.walk(loop))
 
 
 def _inner_block(statement: ast.stmt, line: int) -> list[ast.stmt] | None:
@@ -334,21 +312,19 @@ def _inner_block(statement: ast.stmt, line: int) -> list[ast.stmt] | None:
 
 
 def _comprehensions_around(statement: ast.stmt, frame: FrameType) -> list[ast.AST]:
-    """The comprehensions of a statement that the call is in, but for the first iterable, which is
-    computed once: from Python 3.12 on, they have no frames of their own.
-    """
+    """The comprehensions of a statement around the call, if they have no frames of their own."""
     if not _COMPREHENSIONS_ARE_INLINED:
         return []
-    first, last, start, end = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
-    place = (first, last, start, end)
-    found: list[ast.AST] = []
+    place = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
+    comprehensions: list[ast.AST] = []
     for node in ast.walk(statement):
         if isinstance(node, _COMPREHENSIONS):
+            # The first iterable is computed once
             once = {id(part) for part in ast.walk(node.generators[0].iter)}
             calls = (part for part in ast.walk(node) if isinstance(part, ast.Call) and id(part) not in once)
             if any((c.lineno, c.end_lineno, c.col_offset, c.end_col_offset) == place for c in calls):
-                found.append(node)
-    return found
+                comprehensions.append(node)
+    return comprehensions
 
 
 def _definition(code: CodeType) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
@@ -361,9 +337,7 @@ def _definition(code: CodeType) -> ast.FunctionDef | ast.AsyncFunctionDef | None
 
 @functools.lru_cache(64)
 def _definitions(tree: ast.Module) -> dict[tuple[str, int], Any]:
-    """The functions of a file, by their names and their first lines, which are those of decorators
-    too.
-    """
+    """The functions of a file, by their names and first lines, also those of their decorators."""
     return {
         (node.name, line): node
         for node in ast.walk(tree)
@@ -380,10 +354,7 @@ def source_tree(file: str) -> ast.Module | None:
 
 @functools.lru_cache(64)
 def _parsed(text: str) -> ast.Module | None:
-    try:
-        with parsing:
-            if text:
-                return ast.parse(text)
-            return None
-    except (SyntaxError, ValueError, SystemError, RecursionError):
-        return None
+    with parsing, contextlib.suppress(SyntaxError, ValueError, SystemError, RecursionError):
+        if text:
+            return ast.parse(text)
+    return None

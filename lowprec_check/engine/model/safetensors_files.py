@@ -1,5 +1,5 @@
-"""Files of safetensors, mapped into memory: eight bytes for the length of a header in JSON, the
-header, and the values of all tensors (https://huggingface.co/docs/safetensors).
+"""Files of safetensors, mapped into memory: the length of a header, a header in JSON, and values
+(https://huggingface.co/docs/safetensors).
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _LENGTH = 8
+"""Bytes of the number in front of the header, which is the header's length."""
 _MAP_NORESERVE = 0x4000
+"""A flag of Linux's mman.h: memory for writes is not set aside."""
 _WINDOW = 128 << 10
+"""Bytes that Linux reads ahead at most, by default."""
 
 
 class Saved(NamedTuple):
-    """A tensor in a file, which is mapped into memory: the system reads its pages when they are
-    used, and may drop them at any time.
-    """
+    """A tensor in a file that is mapped into memory: the system reads its pages, and drops them."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -58,7 +59,7 @@ class Saved(NamedTuple):
 
     @property
     def values(self) -> Tensor:
-        """The tensor, each time with a storage of its own, which tells when it is used no longer."""
+        """The tensor, each time with its own storage, which tells when it is used no longer."""
         count = math.prod(self.shape)
         if not count:
             return torch.empty(self.shape, dtype=self.dtype)
@@ -67,9 +68,8 @@ class Saved(NamedTuple):
             return torch.frombuffer(self.mapped, dtype=self.dtype, count=count, offset=self.start).view(self.shape)
 
     def read(self, begin: int, into: Tensor) -> None:
-        """Fill ``into``, bytes in memory, with those from byte ``begin`` of the tensor on: without
-        the map, whose pages come one by one.
-        """
+        """Fill ``into``, bytes in memory, with those from byte ``begin`` of the tensor on."""
+        # Without the map, whose pages come one by one
         view = memoryview((ctypes.c_char * len(into)).from_address(into.data_ptr())).cast("B")
         with self.path.open("rb", buffering=0) as file:
             file.seek(self.start + begin)
@@ -80,9 +80,7 @@ class Saved(NamedTuple):
                 view = view[count:]
 
     def prefetch(self) -> None:
-        """Let the system read it meanwhile. It reads no more at once than its window for reading
-        ahead, 128 KiB by default on Linux.
-        """
+        """Let the system read it meanwhile, in parts that it reads ahead at once."""
         if not self.nbytes:
             return
         first, end = self.start - self.start % mmap.PAGESIZE, self.start + self.nbytes
@@ -90,9 +88,7 @@ class Saved(NamedTuple):
             self.mapped.madvise(mmap.MADV_WILLNEED, begin, min(_WINDOW, end - begin))
 
     def forget(self, *, cached: bool) -> None:
-        """Drop its pages from this process, and from the system's cache of files unless they are to
-        stay ``cached``.
-        """
+        """Drop its pages from this process and, unless ``cached``, from the system's cache."""
         if not self.nbytes:
             return
         first = self.start - self.start % mmap.PAGESIZE
@@ -103,9 +99,7 @@ class Saved(NamedTuple):
 
 
 def _mapped(descriptor: int) -> mmap.mmap:
-    """The file in memory, which a model may write to: its file stays, and no process ends. Memory
-    for such writes is not set aside.
-    """
+    """The file in memory, to which a model may write without changing the file."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # this system sets all aside
             flags, rights = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
@@ -120,19 +114,21 @@ def saved_tensors(path: Path) -> dict[str, Saved]:
             mapped = _mapped(file.fileno())
         begin = _LENGTH + int.from_bytes(mapped[:_LENGTH], "little")
         header = json.loads(mapped[_LENGTH:begin])
-        found = {}
+        tensors = {}
         for name, entry in header.items():
-            if name != "__metadata__":
-                if entry["dtype"] not in _DTYPES:
-                    raise ValueError(f"{name} is in the format {entry['dtype']}")
-                first, end = entry["data_offsets"]
-                saved = Saved(_DTYPES[entry["dtype"]], tuple(entry["shape"]), path, mapped, begin + first)
-                if end - first != saved.nbytes or begin + end > len(mapped):
-                    raise ValueError(f"{name} has not as many bytes as its shape needs")
-                found[name] = saved
+            if name == "__metadata__":
+                continue
+            if entry["dtype"] not in _DTYPES:
+                raise ValueError(f"{name} is in the format {entry['dtype']}")
+            first, end = entry["data_offsets"]
+            saved = Saved(_DTYPES[entry["dtype"]], tuple(entry["shape"]), path, mapped, begin + first)
+            # Of a file that was not copied to its end, reading would end this process
+            if end - first != saved.nbytes or begin + end > len(mapped):
+                raise ValueError(f"{name} has not as many bytes as its shape needs")
+            tensors[name] = saved
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
             f"Cannot read weights from {path}: {first_line(message_of(error))}",
             "Weights are streamed from .safetensors only.",
         ) from None
-    return found
+    return tensors

@@ -1,6 +1,4 @@
-"""The steps that a training script makes by itself, as it is or in fp32: where it does what, and
-the weights before and after.
-"""
+"""The steps that a training script makes by itself, or in fp32: where it does what, and weights."""
 
 from __future__ import annotations
 
@@ -33,25 +31,22 @@ Weights = list[tuple[Tensor, Tensor]]
 
 
 def made_steps(path: Path, arguments: tuple[str, ...], steps: int, seed: int, *, fp32: bool) -> StepWatch:
-    """Run a script until its optimizer was asked for so many steps, with ``fp32`` without its
-    autocast and its ``GradScaler``.
+    """Run a script for so many steps; with ``fp32``, without its autocast and its ``GradScaler``.
 
     Raises :class:`~lowprec_check.errors.UsageError` if it fails before.
     """
     seed_everything(seed)
-    watch, kept, sys.argv = StepWatch(steps, fp32=fp32), sys.argv, [str(path), *arguments]
+    watch, argv, sys.argv = StepWatch(steps, fp32=fp32), sys.argv, [str(path), *arguments]
     try:
         with without_extension():
             run_script(path, observer=watch)
     finally:
-        sys.argv = kept
+        sys.argv = argv
     return watch
 
 
 class StepWatch:
-    """Observes a script, and changes nothing of it but for fp32;
-    :func:`~lowprec_check.engine.model.user_script.run_to_first_call` takes it.
-    """
+    """Observes a script, which it changes for fp32 only; see :func:`.run_to_first_call`."""
 
     def __init__(self, steps: int, *, fp32: bool) -> None:
         self._wanted, self._fp32 = steps, fp32
@@ -61,12 +56,11 @@ class StepWatch:
         self._in_scaler = False
         self._scaled: list[Tensor] = []
         self._grads_scaled = False
+        # Blocks of autocast: where they are entered, whether they keep casts of weights, and how
+        # many steps there were before
         self._entered: list[tuple[ScriptPlace, bool, int]] = []
-        """Blocks of autocast: where they are entered, whether they keep casts of weights, and how
-        many steps there were before.
-        """
+        # How many steps each optimizer was asked for, with those that a `GradScaler` skips
         self._asked: dict[Optimizer, int] = {}
-        """How many steps each optimizer was asked for, those that a ``GradScaler`` skips included."""
         self._made = 0
         self._before: list[tuple[Tensor, Tensor]] = []
         self._places: dict[str, dict[ScriptPlace, None]] = {}
@@ -84,13 +78,12 @@ class StepWatch:
 
     def facts(self) -> ScriptFacts:
         """What was observed."""
-        places: dict[str, Any] = {name: tuple(found) for name, found in self._places.items()}
+        places: dict[str, Any] = {name: tuple(lines) for name, lines in self._places.items()}
         scale = None
         if self._scaler is not None:
             scale = float(self._scaler.get_scale())
-        asked = max(self._asked.values(), default=0)
         return ScriptFacts(
-            steps=asked,
+            steps=max(self._asked.values(), default=0),
             skipped=sum(self._asked.values()) - self._made,
             optimizers=len(self._asked),
             device=next((tensor.device.type for tensor, _ in self._before), "cpu"),
@@ -124,9 +117,6 @@ class StepWatch:
         """Inside, what trains is observed; ``leave`` leaves the script."""
         self._leave = leave
         scaler, autocast = torch.amp.GradScaler, torch.autocast
-        clips = [
-            (place, f"clip_grad_{what}_") for place in (nn.utils, nn.utils.clip_grad) for what in ("norm", "value")
-        ]
         observed: list[tuple[Any, str, Callable[..., Any]]] = [
             (torch.autograd, "backward", self._backward),
             (scaler, "__init__", self._make_scaler),
@@ -135,8 +125,9 @@ class StepWatch:
             (scaler, "step", self._scaled_step),
             (autocast, "__enter__", self._enter),
             (autocast, "__exit__", self._exit),
-            *((place, name, self._clip) for place, name in clips),
         ]
+        for place in (nn.utils, nn.utils.clip_grad):
+            observed += [(place, f"clip_grad_{what}_", self._clip) for what in ("norm", "value")]
         with contextlib.ExitStack() as stack:
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
@@ -146,12 +137,12 @@ class StepWatch:
             yield
         self._over = True
 
-    def _unless_over(self, kept: Callable[..., Any], observed: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(kept)
+    def _unless_over(self, original: Callable[..., Any], observed: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
         def function(*args: Any, **kwargs: Any) -> Any:
             if self._is_elsewhere:
-                return kept(*args, **kwargs)
-            return observed(kept, *args, **kwargs)
+                return original(*args, **kwargs)
+            return observed(original, *args, **kwargs)
 
         return function
 
@@ -166,8 +157,9 @@ class StepWatch:
 
     # -- While the script runs
 
-    def _make_scaler(self, kept: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> None:
-        kept(scaler, *args, **kwargs)
+    def _make_scaler(self, original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> None:
+        original(scaler, *args, **kwargs)
+        # Gradients of fp32 need no scale; the script calls it all the same
         if self._fp32:
             scaler._enabled = False
         elif scaler.is_enabled():
@@ -175,73 +167,73 @@ class StepWatch:
         else:
             self._has_disabled_scaler = True
 
-    def _scale(self, kept: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
-        scaled = kept(scaler, outputs)
+    def _scale(self, original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
+        scaled = original(scaler, outputs)
         if isinstance(scaled, Tensor) and scaler.is_enabled():
             self._scaled.append(scaled)
         return scaled
 
-    def _unscale(self, kept: Callable[..., Any], scaler: Any, optimizer: Any) -> None:
-        kept(scaler, optimizer)
+    def _unscale(self, original: Callable[..., Any], scaler: Any, optimizer: Any) -> None:
+        original(scaler, optimizer)
         self._grads_scaled = False
 
-    def _backward(self, kept: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    def _backward(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
         frame = sys._getframe(2)
-        if isinstance(tensors, Tensor):
-            given = [tensors]
-        else:
-            given = list(tensors)
-        is_scaled = any(one is scaled for one in given for scaled in self._scaled)
+        losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        is_scaled = any(loss is scaled for loss in losses for scaled in self._scaled)
         self._grads_scaled |= is_scaled
         self._framework = self._framework or framework_of(frame)
         self._note("scaled_backward" if is_scaled else "backward", frame)
-        return kept(tensors, *args, **kwargs)
+        return original(tensors, *args, **kwargs)
 
-    def _clip(self, kept: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _clip(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._note("scaled_clips" if self._grads_scaled else "clips", sys._getframe(2))
-        return kept(*args, **kwargs)
+        return original(*args, **kwargs)
 
-    def _enter(self, kept: Callable[..., Any], context: Any) -> Any:
+    def _enter(self, original: Callable[..., Any], context: Any) -> Any:
         if self._fp32:
             context._enabled = False
         if context._enabled:
             self._dtypes[str(context.fast_dtype).removeprefix("torch.")] = None
         place = ScriptPlace(*source_lines(sys._getframe(2)))
         self._entered.append((place, context._enabled and context._cache_enabled, sum(self._asked.values())))
-        return kept(context)
+        return original(context)
 
-    def _exit(self, kept: Callable[..., Any], context: Any, *args: Any) -> Any:
+    def _exit(self, original: Callable[..., Any], context: Any, *args: Any) -> Any:
         if self._entered:
             self._entered.pop()
-        return kept(context, *args)
+        return original(context, *args)
 
     # -- Steps of optimizers
 
-    def _scaled_step(self, kept: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    def _scaled_step(self, original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if not scaler.is_enabled():
-            return kept(scaler, optimizer, *args, **kwargs)
+            return original(scaler, optimizer, *args, **kwargs)
+        # The scaler may skip the step, so its hooks cannot count it
         self._save(optimizer)
         self._note("scaled_steps", sys._getframe(2))
         self._in_scaler = True
         try:
-            result = kept(scaler, optimizer, *args, **kwargs)
+            result = original(scaler, optimizer, *args, **kwargs)
         finally:
             self._in_scaler = False
         self._ask(optimizer)
         return result
 
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if not self._is_elsewhere and not self._in_scaler:
-            self._save(optimizer)
-            frame = sys._getframe(1)
-            at: FrameType | None = frame
-            self._note("made_steps", frame)
-            own = []
-            while at is not None:
-                own += [at] if is_own_file(at.f_code.co_filename) else []
-                at = at.f_back
-            for caller in own[1:]:
-                self._note("step_callers", caller)
+        if self._is_elsewhere or self._in_scaler:
+            return
+        self._save(optimizer)
+        frame: FrameType | None = sys._getframe(1)
+        self._note("made_steps", sys._getframe(1))
+        # The innermost line of the user's makes the step; those around it call the function
+        own = []
+        while frame is not None:
+            if is_own_file(frame.f_code.co_filename):
+                own.append(frame)
+            frame = frame.f_back
+        for caller in own[1:]:
+            self._note("step_callers", caller)
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if self._is_elsewhere:
@@ -251,18 +243,21 @@ class StepWatch:
             self._ask(optimizer)
 
     def _save(self, optimizer: Optimizer) -> None:
-        if optimizer not in self._asked:
-            self._asked[optimizer] = 0
-            for group in optimizer.param_groups:
-                eps, tensors = group.get("eps"), group["params"]
-                if isinstance(eps, float) and any(p.dtype == torch.float16 for p in tensors):
-                    self._zero_eps |= not torch.tensor(eps, dtype=torch.float16).item()
-            known = {id(tensor) for tensor, _ in self._before}
-            trained = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
-            self._before += [(p, p.detach().clone()) for p in trained]
+        if optimizer in self._asked:
+            return
+        self._asked[optimizer] = 0
+        for group in optimizer.param_groups:
+            eps, tensors = group.get("eps"), group["params"]
+            # An eps of 1e-8 is 0 in fp16, so that AdamW divides by 0
+            if isinstance(eps, float) and any(p.dtype == torch.float16 for p in tensors):
+                self._zero_eps |= not torch.tensor(eps, dtype=torch.float16).item()
+        saved = {id(tensor) for tensor, _ in self._before}
+        trained = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in saved]
+        self._before += [(p, p.detach().clone()) for p in trained]
 
     def _ask(self, optimizer: Optimizer) -> None:
         """Count a step that ``optimizer`` was asked for; leave the script after the last."""
+        # A step before this one in the same block used the same casts of weights
         for place, keeps, before in self._entered:
             if keeps and sum(self._asked.values()) > before:
                 self._places.setdefault("around_steps", {})[place] = None

@@ -1,6 +1,4 @@
-"""Saves the state of a model, of Python objects that it refers to and of torch, and restores all in
-place.
-"""
+"""Saves the state of a model, of objects that it refers to and of torch, to restore it in place."""
 
 from __future__ import annotations
 
@@ -27,8 +25,7 @@ _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
 class Snapshot:
-    """The saved state of a model, and the global state that a run may change; :meth:`restore` may
-    be called repeatedly.
+    """The state of a model, and the global state that a run may change, to restore repeatedly.
 
     Parameters keep their storage; their values are saved only if ``parameters`` is true, because
     few models write to them. Buffers and everything else that modules, their hooks and methods, and
@@ -51,21 +48,23 @@ class Snapshot:
         self._parameters = [(p, p.data, p.grad, p.requires_grad) for p in model.parameters()]
         saved = [*model.buffers(), *(model.parameters() if parameters else ())]
         self._values = [(tensor, *saved_tensor(tensor)) for tensor in saved]
+        # All other state is found from attributes of modules and parameters, and the inputs
         roots: list[Any] = list(inputs)
-        known: list[Any] = [*model.parameters(), *model.buffers()]
+        already_saved: list[Any] = [*model.parameters(), *model.buffers()]
         for module, kind, state in self._modules:
-            known += [module, *(state[key] for key in _REGISTRIES if key in state)]
+            already_saved += [module, *(state[key] for key in _REGISTRIES if key in state)]
             roots += [kind, *(value for key, value in state.items() if key not in _REGISTRIES)]
         roots += [value for parameter in model.parameters() for value in vars(parameter).values()]
-        self._objects = ObjectState(roots, known)
+        self._objects = ObjectState(roots, already_saved)
         self._globals = [*generator_restorers(), *_restorers_of_settings()]
         self._remove_gradients()
 
     @property
     def notes(self) -> list[str]:
         """What cannot be saved, and so is not restored if the model changes it."""
+        visible = "what one run changes in it is visible to later runs"
         return [
-            f"the state of an object of type {kind} could not be saved ({why}): what one run changes in it is visible to later runs"
+            f"the state of an object of type {kind} could not be saved ({why}): {visible}"
             for kind, why in self._objects.unsaved.items()
         ]
 
@@ -121,10 +120,11 @@ def _restorers_of_settings() -> Iterator[Callable[[], Any]]:
         yield functools.partial(reset, read, write, read())
 
 
-# -- The content of mutable Python objects, restored in place, so that everyone who refers to them sees it
+# -- The content of mutable Python objects, restored in place for all who refer to them
 #
-# Models keep state in many places: attributes, dictionaries that a hook fills, variables that a hook or a patched ``forward``
-# encloses, globals and class attributes that methods use. Copies would miss the references that hooks and closures hold.
+# Models keep state in many places: attributes, dictionaries that a hook fills, variables that a
+# hook or a patched ``forward`` encloses, globals and class attributes that methods use. Copies
+# would miss the references that hooks and closures hold.
 
 _ATOMIC = (
     *(int, float, bool, str, bytes, complex, type(None), range, slice, torch.dtype, torch.device, torch.Size),
@@ -135,31 +135,28 @@ _INTERNALS = (
     "lowprec_check",
 )
 _CLOSED = ("numpy", "huggingface_hub", "filelock", "yaml")
-"""Other packages whose inside holds no state of models: among them those with which transformers
-loads files.
-"""
+"""Other packages that hold no state of models, such as those that transformers loads files with."""
 _OPEN_STDLIB = ("types", "argparse", "builtins", "collections")
 """Packages of the standard library whose instances hold the user's data."""
 _CONTAINERS = (collections.OrderedDict, dict, list, set, collections.deque, bytearray)
 
 
 class ObjectState:
-    """The content of all mutable objects that can be reached from ``roots``; :meth:`restore` may be
-    called repeatedly.
+    """The content of all mutable objects that can be reached from ``roots``, to restore repeatedly.
 
-    Not followed: the modules and tensors in ``known``, whose state the caller saves; modules of
-    Python; the inside of torch and of the standard library. What cannot be restored stays as it is:
-    iterators, thread-local and context variables. Objects are read past their own methods, which
-    may fail; those that can be read by no other means are :attr:`unsaved`.
+    Not followed: the modules and tensors in ``already_saved``; modules of Python; the inside of
+    torch and of the standard library. What cannot be restored stays as it is: iterators,
+    thread-local and context variables. Objects are read past their own methods, which may fail;
+    those that can be read by no other means are :attr:`unsaved`.
     """
 
-    def __init__(self, roots: Iterable[Any], known: Iterable[Any]) -> None:
+    def __init__(self, roots: Iterable[Any], already_saved: Iterable[Any]) -> None:
         self.unsaved: dict[str, str] = {}
         """Why objects could not be saved, by class name."""
         self._restorers: list[Callable[[], Any]] = []
         self._empty: list[Any] = []
-        self._seen = {id(item) for item in known}
-        self._kept: list[Any] = []  # keeps visited objects alive, so that their ids stay theirs
+        self._seen = {id(item) for item in already_saved}
+        self._alive: list[Any] = []  # keeps visited objects alive, so that their ids stay theirs
         pending = list(roots)
         while pending:
             value = pending.pop()
@@ -170,21 +167,22 @@ class ObjectState:
             if kind in _CONTAINERS and not value:  # most attributes of a module: no hooks
                 self._empty.append(value)
                 continue
-            self._kept.append(value)
+            self._alive.append(value)
             try:
                 pending += self._save(value)
             except Exception as error:
                 self.unsaved.setdefault(kind.__qualname__, f"{type_name(error)}: {message_of(error)}")
 
     def restore(self) -> None:
-        """Restore the content of every object; an object that cannot be restored is left as it is."""
+        """Restore the content of every object; one that cannot be restored is left as it is."""
         for container in self._empty:
             if container:
                 container.clear()
-        left, is_done = iter(self._restorers), False
+        # One `suppress` for as many restorers as succeed, since entering it for each takes longer
+        remaining, is_done = iter(self._restorers), False
         while not is_done:
             with contextlib.suppress(Exception):  # the next one goes on
-                for restore in left:
+                for restore in remaining:
                     restore()
                 is_done = True
 
@@ -210,14 +208,13 @@ class ObjectState:
         return self._save_attributes(value)
 
     def _save_function(self, value: Any) -> list[Any]:
-        """Save what a function encloses, and the globals that one of the user's names, or of
-        ``torch.nn``, where hooks for all are.
-        """
+        """Save what a function encloses, and the globals that it names."""
         if issubclass(type(value), types.MethodType):
             return [value.__self__, value.__func__]
         if issubclass(type(value), functools.partial):
             return [value.func, value.args, value.keywords]
         inside = [value.__defaults__, value.__kwdefaults__, vars(value)]
+        # Of torch, globals of torch.nn only, where hooks for all modules are
         module, named = value.__module__ or "", value.__globals__
         if _is_open_package(module) and (not _is_of_torch(module) or module.startswith("torch.nn.")):
             for name in value.__code__.co_names:
@@ -239,8 +236,8 @@ class ObjectState:
             for name, item in vars(value).items()
             if not name.startswith("__") and not (_is_of_torch(value.__module__) and _is_added(name, item))
         }
-        kept = {name: item for name, item in own.items() if not issubclass(type(item), _METHODS)}
-        self._restorers.append(functools.partial(_reset_attributes, value, kept))
+        data = {name: item for name, item in own.items() if not issubclass(type(item), _METHODS)}
+        self._restorers.append(functools.partial(_reset_attributes, value, data))
         return [*own.values(), *value.__bases__]
 
     def _save_attributes(self, value: Any) -> list[Any]:
@@ -261,9 +258,7 @@ class ObjectState:
 
 @functools.cache
 def _is_open_package(module: str) -> bool:
-    """Whether objects of a Python module are a user's, not the inside of Python, torch, a compiler
-    or this package.
-    """
+    """Whether objects of a module are a user's, not inside Python, torch or this package."""
     root = module.partition(".")[0]
     return not module.startswith(_INTERNALS) and (
         root not in (*sys.stdlib_module_names, *_CLOSED) or root in _OPEN_STDLIB
@@ -301,21 +296,19 @@ def _restorer(value: Any) -> Callable[[], Any] | None:
         return None
     if hasattr(value, "bit_generator"):
         return functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
-    is_array = hasattr(value, "flags") and hasattr(value, "copy") and value.flags.writeable
-    if is_array:
+    if hasattr(value, "flags") and hasattr(value, "copy") and value.flags.writeable:  # an array
         return functools.partial(value.__setitem__, ..., value.copy())
     return None
 
 
 def saved_tensor(tensor: Tensor) -> tuple[Tensor, Tensor, Any]:
-    """The memory of ``tensor``, a copy of its values, and the content of its attributes, for
-    :func:`restore_tensor`.
-    """
+    """The memory, a copy of the values and the attributes, for :func:`restore_tensor`."""
     return tensor.data, tensor.detach().clone(), _content_of(vars(tensor))
 
 
 def _restore_tensors(saved: Iterable[tuple[Tensor, Tensor, Tensor, Any]]) -> None:
-    """:func:`restore_tensor` of each; on an accelerator all values are copied at once, as to compare one waits for all that it computes."""
+    """:func:`restore_tensor` of each; on an accelerator, all values are copied at once."""
+    # There, comparing the values of one would wait for all that the device computes
     copies: dict[torch.device, list[tuple[Tensor, Tensor]]] = collections.defaultdict(list)
     for tensor, data, values, attributes in saved:
         is_odd = data.is_conj() or data.is_neg() or tensor.is_inference()
@@ -358,9 +351,8 @@ def _reset_attributes(owner: type, attributes: dict[str, Any]) -> None:
 
 
 def _content_of(container: Any) -> Any:
-    """A copy of what a container holds, past the methods of a subclass and of the elements: of a
-    dictionary its keys and its values.
-    """
+    """A copy of what a container holds, read past the methods of a subclass."""
+    # Also past those of the elements: keys are not hashed
     kind = _base_of(container)
     if issubclass(kind, dict):
         return list(kind.keys(container)), list(kind.values(container))

@@ -1,5 +1,4 @@
-"""Weights that stay in their files: a module reads each when it uses it, so that a model may be
-larger than memory.
+"""Weights that stay in their files: modules read them on use, so a model may exceed memory.
 
 In place of its values, the model holds an :class:`Unread` tensor of the same shape, dtype and
 device. A cast such as ``model.half()`` changes that; the values are cast when they are read.
@@ -43,9 +42,7 @@ _CACHED_SHARE = 0.6
 """Of the free memory that the system's cache may use for weights."""
 
 _COPIES_BYTES = 10
-"""Of each value of a weight that an op uses: in the precision of the run, widened, and in the
-reference.
-"""
+"""Of each value of a weight that an op uses: in the run's precision, widened, in the reference."""
 
 SAMPLES, SAMPLE_BYTES = 16, 8 << 20
 """Weights that are read to measure the speed of the disk, and bytes of each."""
@@ -58,24 +55,22 @@ NOT_READ = "a weight that was not read (--stream)"
 
 
 class Unread(Tensor):
-    """Stands for a weight that was not read: it has a shape, a dtype and a device, and no values."""
+    """Stands for a weight that was not read: it has a shape, a dtype, a device, and no values."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     making = False
-    """Whether modules are being made: what they do with their weights is then done without values."""
+    """Whether modules are being made: they may then do anything with their weights."""
 
     @staticmethod
     def __new__(cls, like: Tensor, device: torch.device | None = None) -> Unread:
         """The stand-in for ``like``, on ``device``."""
-        made = Tensor._make_wrapper_subclass
-        found: Unread = made(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device or like.device)
-        return found
+        make = Tensor._make_wrapper_subclass
+        made: Unread = make(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device or like.device)
+        return made
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Cast it, move it, or copy it; anything else is an error, but for a module that is being
-        made.
-        """
+        """Cast, move or copy it; anything else is an error, but for a module that is being made."""
         if not cls.making and func not in _CASTS:
             raise RuntimeError(f"{func} got {NOT_READ}")
         if func is _aten._local_scalar_dense.default:
@@ -83,8 +78,13 @@ class Unread(Tensor):
                 raise RuntimeError(f"a number is taken from {NOT_READ}")
             return 0  # an initialization asks whether it must draw again
         kwargs = dict(kwargs or {})
-        device = kwargs.pop("device", None) or next(each.device for each in args if isinstance(each, Unread))
-        out = func(*tree_map_only(Tensor, _without_values, args), **kwargs)
+
+        def without_values(tensor: Tensor) -> Tensor:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+        # Computed on the meta device, for the shape and the dtype
+        device = kwargs.pop("device", None) or next(arg.device for arg in args if isinstance(arg, Unread))
+        out = func(*tree_map_only(Tensor, without_values, args), **kwargs)
         if func._schema.is_mutable:
             return args[0]
         return tree_map_only(Tensor, lambda tensor: Unread(tensor, device), out)
@@ -96,10 +96,6 @@ class Unread(Tensor):
 
 _aten = torch.ops.aten
 _CASTS = (_aten._to_copy.default, _aten.detach.default, _aten.clone.default, _aten.copy_.default)
-
-
-def _without_values(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def is_unread(tensor: Tensor) -> bool:
@@ -114,14 +110,10 @@ def is_in_memory(tensor: Tensor) -> bool:
 
 
 _M_MMAP_THRESHOLD, _MAPPED_BYTES = -3, 1 << 20
-"""A setting of glibc's malloc.h: larger blocks return to the system when they are freed. Without
-it, glibc raises the limit and keeps them.
-"""
+"""A setting of glibc's malloc.h: larger blocks, which it would keep, return to the system."""
 
 _MADV_HUGEPAGE, _HUGE_BYTES = 14, 4 << 20
-"""Advice of Linux for larger blocks: memory comes in pages of 2 MiB, since 512 times as many small
-ones take longer to get than to fill.
-"""
+"""Advice of Linux for larger blocks: pages of 2 MiB, as small ones take longer to get than fill."""
 
 
 @contextlib.contextmanager
@@ -147,21 +139,20 @@ def unread_weights() -> Iterator[None]:
 
 
 OnRead = Callable[[str, Tensor, Tensor], None]
-"""Told the name of a weight that was read, its values as the module gets them, and as they are in
-the file.
-"""
+"""Told the name of a weight that was read, its values for the module, and those in the file."""
 
 
 def converted(values: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     """``values.to(device, dtype)``, three times as fast for a large cast on the CPU."""
     if device.type != "cpu" or dtype == values.dtype or values.nbytes < _HUGE_BYTES or sys.platform != "linux":
         return values.to(device, dtype)
-    found = torch.empty(values.shape, dtype=dtype)
-    first = found.data_ptr() + -found.data_ptr() % mmap.PAGESIZE
-    length = found.data_ptr() + found.nbytes - first
+    # The advice is for whole pages, of memory that nothing was written to yet
+    cast = torch.empty(values.shape, dtype=dtype)
+    first = cast.data_ptr() + -cast.data_ptr() % mmap.PAGESIZE
+    length = cast.data_ptr() + cast.nbytes - first
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), _MADV_HUGEPAGE)
-    return found.copy_(values)
+    return cast.copy_(values)
 
 
 class WeightStream:
@@ -175,15 +166,11 @@ class WeightStream:
         """Bytes of all weights in their files."""
         counts = [math.prod(saved[name].shape) for name in names]
         self.most_held = min(3 * HELD_BYTES + _COPIES_BYTES * max(counts, default=0), _COPIES_BYTES * sum(counts))
-        """Bytes of weights in memory at most, beside the system's cache of files: as they are kept,
-        with their values in fp32, and the largest for an op.
-        """
+        """Bytes of weights in memory at most, those that are kept and the largest for an op."""
         self._before = dict(zip(names, itertools.accumulate(sizes, initial=0), strict=False))
         self._cached = psutil.virtual_memory().available * _CACHED_SHARE
         self.on_progress: Callable[[str, float], None] | None = None
-        """Told the name of a weight that is read, and the part of the model's weights before it,
-        from 0 to 1.
-        """
+        """Told the name of a weight that is read, and the part of all weights before it, 0 to 1."""
         self._held: OrderedDict[str, nn.Parameter] = OrderedDict()
         self.on_read: OnRead | None = None
         self.was_read: set[str] = set()
@@ -196,25 +183,29 @@ class WeightStream:
     def read(self, name: str, unread: Tensor) -> nn.Parameter:
         """The weight, in the dtype and on the device of what stands for it."""
         held = self._held.get(name)
-        if held is None or (held.dtype, held.device) != (unread.dtype, unread.device):
-            if self.on_progress is not None:
-                self.on_progress(name, self._before[name] / max(1, self.nbytes))
-            if self._last is not None:
-                self._next[self._last] = name  # the order of the last call
-            self._last = name
-            with _disable_current_modes():  # a mode that records the model's ops
-                values = self._values(name, unread.device)
-                held = nn.Parameter(converted(values, unread.device, unread.dtype), requires_grad=False)
-                self._hold(name, held)
-                if self.on_read is not None:
-                    self.on_read(name, held, values)
+        if held is not None and (held.dtype, held.device) == (unread.dtype, unread.device):
+            self.was_read.add(name)
+            return held
+        if self.on_progress is not None:
+            self.on_progress(name, self._before[name] / max(1, self.nbytes))
+        if self._last is not None:
+            self._next[self._last] = name  # the order of the last call
+        self._last = name
+        with _disable_current_modes():  # a mode that records the model's ops
+            values = self._values(name, unread.device)
+            held = nn.Parameter(converted(values, unread.device, unread.dtype), requires_grad=False)
+            # Those that were read first are dropped for it
+            self._drop(name)
+            self._held[name], self._versions[name] = held, _version(held)
+            while len(self._held) > 1 and sum(weight.nbytes for weight in self._held.values()) > HELD_BYTES:
+                self._drop(next(iter(self._held)))
+            if self.on_read is not None:
+                self.on_read(name, held, values)
         self.was_read.add(name)
         return held
 
     def _values(self, name: str, device: torch.device) -> Tensor:
-        """The weight as it is in its file, on ``device`` if that reads ahead; the next ones are
-        read meanwhile.
-        """
+        """The weight as it is in its file, maybe on ``device``; the next are read meanwhile."""
         saved = self._saved[name]
         if not reads_ahead(device):
             saved.prefetch()
@@ -226,10 +217,10 @@ class WeightStream:
         uploads = self._uploads
         if name not in uploads and uploads.nbytes >= AHEAD_BYTES:
             uploads.forget()  # they come in another order
-        for each in self._from(name):
-            if each != name and uploads.nbytes >= saved.nbytes + AHEAD_BYTES:
+        for coming in self._from(name):
+            if coming != name and uploads.nbytes >= saved.nbytes + AHEAD_BYTES:
                 break
-            uploads.start(each, self._saved[each])
+            uploads.start(coming, self._saved[coming])
         return uploads.take(name, saved)
 
     def _from(self, name: str) -> Iterator[str]:
@@ -248,18 +239,12 @@ class WeightStream:
         saved = self._saved[name]
         if self.on_progress is not None:
             self.on_progress(name, 1 - (self._before[name] + saved.nbytes) / max(1, self.nbytes))
-        before = next((each for each, following in self._next.items() if following == name), name)
+        before = next((earlier for earlier, following in self._next.items() if following == name), name)
         self._saved[before].prefetch()
         with _disable_current_modes():
             values = converted(saved.values, device, dtype)
         self.forget(name)
         return values
-
-    def _hold(self, name: str, weight: nn.Parameter) -> None:
-        self._drop(name)
-        self._held[name], self._versions[name] = weight, _version(weight)
-        while len(self._held) > 1 and sum(each.nbytes for each in self._held.values()) > HELD_BYTES:
-            self._drop(next(iter(self._held)))
 
     def _drop(self, name: str) -> None:
         """Forget a weight that is held, and note whether the model wrote to it."""
@@ -270,9 +255,8 @@ class WeightStream:
                 self._written = name
 
     def forget(self, name: str) -> None:
-        """Drop the pages of the file. Those of the last weights leave the cache too, if it cannot
-        hold all, so that the first ones stay for the next call.
-        """
+        """Drop the pages of the file."""
+        # If the cache cannot hold all, the first weights stay in it for the next call
         self._saved[name].forget(cached=self._before[name] < self._cached)
 
     def bytes_per_second(self) -> float:
@@ -285,9 +269,7 @@ class WeightStream:
         return max(1, count) / max(time.monotonic() - started, 1e-6)
 
     def restart(self, on_read: OnRead | None) -> None:
-        """Forget everything that was read; tell ``on_read`` what is from now on. Raises
-        :class:`UsageError` if the model wrote to a weight.
-        """
+        """Forget what was read, tell ``on_read`` from now on; raises if a weight was written."""
         for name in list(self._held):
             self._drop(name)
         self.was_read.clear()
@@ -309,9 +291,7 @@ def _version(weight: Tensor) -> int:
 
 
 class ReadBack:
-    """Lets a graph of autograd keep weights that were read by their names, and read them again for
-    its derivative.
-    """
+    """Lets a graph of autograd keep weights by their names, and read them again for derivatives."""
 
     def __init__(self, stream: WeightStream) -> None:
         self._stream = stream
@@ -349,19 +329,17 @@ class ReadBack:
 
 
 class _Parameters(dict[str, Any]):
-    """The parameters of one module. Indexing by name reads the values; iterating gives what stands
-    for them.
-    """
+    """The parameters of a module: indexing reads values, iterating gives what stands for them."""
 
     def __init__(self, stream: WeightStream, names: dict[str, str], parameters: dict[str, Any]) -> None:
         super().__init__(parameters)
         self.stream, self._names = stream, names
 
     def __getitem__(self, key: str) -> Any:
-        found = super().__getitem__(key)
-        if found is not None and is_unread(found):
-            return self.stream.read(self._names[key], found)
-        return found
+        parameter = super().__getitem__(key)
+        if parameter is not None and is_unread(parameter):
+            return self.stream.read(self._names[key], parameter)
+        return parameter
 
 
 def stream_of(model: nn.Module) -> WeightStream | None:
@@ -389,11 +367,10 @@ def parameters_in(files: Iterable[Path]) -> int:
 
 
 def stream_weights(model: nn.Module, files: Iterable[Path], rename: Callable[[str], str] = str) -> None:
-    """Let ``model``, made under :func:`unread_weights`, read its weights from ``files``; buffers
-    are read at once.
+    """Let ``model``, made under :func:`unread_weights`, read its weights from ``files``.
 
-    ``rename`` gives the name in the model for one in the files. Raises :class:`UsageError` if
-    weights are missing.
+    Buffers are read at once. ``rename`` gives the name in the model for one in the files. Raises
+    :class:`UsageError` if weights are missing.
     """
     named = {rename(name): tensor for file in files for name, tensor in saved_tensors(file).items()}
     state: dict[str, Tensor] = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers()])
@@ -403,7 +380,8 @@ def stream_weights(model: nn.Module, files: Iterable[Path], rename: Callable[[st
     if missing or other:
         few = ", ".join([*missing, *other][:3])
         raise UsageError(
-            f"{len(missing)} weights of the model are missing in the file and {len(other)} have another shape ({few}): it cannot be streamed.",
+            f"{len(missing)} weights of the model are missing in the file and {len(other)} have another shape "
+            f"({few}): it cannot be streamed.",
             "Save it with the names that its weights have, or scan it without --stream where there is memory for it.",
         )
     names_read = (same[id(tensor)] for tensor in model.parameters() if is_unread(tensor))

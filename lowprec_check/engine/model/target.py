@@ -34,8 +34,8 @@ IN_TRAINING_MODE = (
 )
 """A note on a model whose forward pass alone is scanned."""
 NOT_TRAINED = (
-    "the script computes no gradients: its model is trained with a `loss` and an `optimizer` that it defines outside functions, else with "
-    "those shown as default"
+    "the script computes no gradients: its model is trained with a `loss` and an `optimizer` that it defines outside "
+    "functions, else with those shown as default"
 )
 """A note on a script that is trained, and does not train."""
 
@@ -63,61 +63,41 @@ class Target(NamedTuple):
     loss: Callable[..., Tensor] | None = None
     """``loss(output)``; of a scan of training, it may require the targets, or the inputs, too."""
     optimizer: MakeOptimizer | torch.optim.Optimizer | None = None
-    """``optimizer(parameters)``, for a scan of training; :func:`check` replaces an optimizer by
-    what makes one like it.
-    """
+    """``optimizer(parameters)``, for training; :func:`check` replaces an optimizer by its maker."""
     average: Callable[[nn.Module], Any] | None = None
-    """``average(model)``: an average of the weights with a method ``update_parameters(model)``,
-    such as ``AveragedModel``.
-    """
+    """``average(model)``: an average of weights to update, such as ``AveragedModel``."""
     targets: tuple[Any, ...] = ()
     """The elements of the batch that the model does not take, for the loss."""
     batch_code: str = ""
-    """Code for the batch, which ``setup`` takes the inputs from; empty if ``setup`` names it, or
-    there are no targets.
-    """
+    """Code for the batch, if it has targets; empty if ``setup`` names it."""
     targets_code: str = ""
     """Code for the targets, from ``batch``."""
     metric: Callable[[nn.Module], float] | None = None
     taken: str = ""
-    """What of the user's file is the target, and why; empty if the model was not taken from a file."""
+    """What of the user's file is the target, and why; empty if it was not taken from a file."""
     source: str | None = None
-    """The line that makes the model or defines its class, for ops that no line of the user's code
-    calls.
-    """
+    """The line that makes the model or defines its class, for ops that no user's line calls."""
     caller: str | None = None
-    """The line of the user's own code that makes or scans the model, if ``source`` is in an
-    installed package or unknown; empty if there is none.
-    """
+    """The user's own line that makes or scans the model, if ``source`` is not; empty if unknown."""
     form: str = "model(*inputs)"
     """How ``inputs`` are given to the model, as code."""
     setup: tuple[str, ...] = ()
     """Lines of code that set ``model`` and ``inputs``, from what the file defines."""
     notes: tuple[str, ...] = ()
     make_batch: Callable[[int], Any] | None = None
-    """Returns the inputs of batch 0, 1, 2, …, seeded or drawn from torch's generator; ``None`` if
-    the inputs are fixed.
-    """
+    """The inputs of batch 0, 1, 2, …, seeded or from torch's generator; ``None`` if fixed."""
     default_inputs: bool = False
     """Whether the inputs were made for a model by name, without being asked for."""
     calibrate: Any = None
-    """The file's ``calibration``: a function that returns batches, or the batches; ``None`` if it
-    defines none.
-    """
+    """The file's ``calibration``: a function that returns batches, or the batches; or ``None``."""
     first_inputs: Call | None = None
-    """Those of the first batch, if the inputs are of another one: a backend prepares the model for
-    them, and calibrates on them without ``calibrate``.
-    """
+    """Those of the first batch, if the inputs are of another one: backends prepare for them."""
     weights: WeightsOrigin = "unknown"
     """Where the values of the weights come from."""
     remake: Callable[[int], nn.Module] | None = None
-    """Makes the model again from another seed, as the user's file does; ``None`` if that takes
-    long, or there is no file.
-    """
+    """Makes the model again from another seed, as the file does; ``None`` if that takes long."""
     observed: ObservedTraining | None = None
-    """The training of a script that the loss and the optimizer are taken from; its batches are in
-    the form of the inputs.
-    """
+    """The training of a script, with the loss, the optimizer and batches like the inputs."""
     compiled: nn.Module | None = None
     """The model as its user compiled it, by ``torch.compile(model)``: what the plain part calls."""
 
@@ -128,14 +108,11 @@ class Target(NamedTuple):
 
     @property
     def rewound(self) -> tuple[Any, ...]:
-        """What a call may change besides the model: the inputs, and the state of the user's loss;
-        that of a script has none.
-        """
+        """What a call may change besides the model: the inputs, the state of the user's loss."""
         return (*self.inputs, self.loss if self.observed is None else None)
 
     def calibration(self) -> Iterator[Call]:
-        """Yield inputs to calibrate a quantized model on: those of the file's ``calibration()``,
-        else the inputs.
+        """Yield inputs to calibrate a quantized model on: of ``calibration()``, else the inputs.
 
         Raises :class:`UsageError` if a batch is not like the inputs, or if there is none.
         """
@@ -143,7 +120,9 @@ class Target(NamedTuple):
             yield self.first_inputs or self.inputs
             return
         number = 0
-        batches: Any = call_function("calibration", self.calibrate) if is_function(self.calibrate) else self.calibrate
+        batches: Any = self.calibrate
+        if is_function(batches):
+            batches = call_function("calibration", batches)
         if not _are_batches(batches):
             raise UsageError(
                 f"`calibration` returned an object of type {type_name(batches)}, not a list of batches.",
@@ -155,9 +134,9 @@ class Target(NamedTuple):
             args, kwargs, form = as_call(batch, forward_of(self.model))
             expected, places = (sorted(path for path, _ in leaves(call)) for call in (self.inputs, (args, kwargs)))
             if form != self.form or places != expected:
-                found, wanted = (f"{len(each)} tensor{'' if len(each) == 1 else 's'}" for each in (places, expected))
+                count, wanted = (f"{len(paths)} tensor{'s' * (len(paths) != 1)}" for paths in (places, expected))
                 raise UsageError(
-                    f"Batch {number} of `calibration` has type {type_name(batch)} with {found}; "
+                    f"Batch {number} of `calibration` has type {type_name(batch)} with {count}; "
                     f"the inputs are {wanted}, given by {self.form}.",
                     "Yield batches in the form of `inputs`, without targets.",
                 )
@@ -175,9 +154,7 @@ class Target(NamedTuple):
         return "calibration"
 
     def batch(self, index: int) -> Target:
-        """This target with the inputs of another batch; raises :class:`UsageError` if there is only
-        one.
-        """
+        """This target with the inputs of another batch; raises :class:`UsageError` without one."""
         if index == 0:
             return self
         if self.observed is not None and index < len(self.observed.batches):
@@ -199,9 +176,7 @@ class Target(NamedTuple):
         return self.model if self.compiled is None else self.compiled
 
     def call(self, model: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """The function to call: ``model`` (by default the target's, as compiled), followed by the
-        loss if there is one.
-        """
+        """The function to call: ``model``, by default the target's, then the loss if any."""
         loss, called = self.loss, self.called if model is None else model
         if loss is None:
             return called
@@ -216,20 +191,18 @@ class Target(NamedTuple):
 
 
 def make_target(model: nn.Module, inputs: Any, *, calibration: Any = None, **functions: Any) -> Target:
-    """A target from a model and its inputs, of the API; raises :class:`UsageError` if it cannot be
-    scanned.
+    """A target of the API, from a model, inputs, and ``functions`` that a file may define.
 
-    ``functions`` are those that a file may define: ``loss``, ``optimizer``, ``average`` and
-    ``metric``.
+    Raises :class:`UsageError` if it cannot be scanned.
     """
     make_batch = BatchMaker.of(inputs)
-    given = inputs
+    first = inputs
     if make_batch is not None:
-        given = make_batch(0)
+        first = make_batch(0)
     calibrate = check_calibration(calibration, "calibration")
     scanned_at = own_line(sys._getframe(1))
     functions |= {"calibrate": calibrate, "setup": call_code(inputs)}
-    target = unchecked_target(model, given, made_at=scanned_at, make_batch=make_batch, **functions)
+    target = unchecked_target(model, first, made_at=scanned_at, make_batch=make_batch, **functions)
     return check(target)
 
 
@@ -240,21 +213,20 @@ def unchecked_target(
     name: str | None = None,
     source: str | None = None,
     made_at: str | None = None,
-    **known: Any,
+    **fields: Any,
 ) -> Target:
-    """A target from a model and its inputs, of which one batch is taken; :func:`check` it before it
-    is used.
+    """A target from a model and inputs, of which a batch is taken; :func:`check` it before use.
 
     ``source`` is the line of the user's own code that makes the model, if it is known; else that of
     its class counts, with ``made_at``, the line of the user's own code that leads to it, if the
-    class is not the user's. ``known`` are further fields of :class:`Target`.
+    class is not the user's. ``fields`` are further ones of :class:`Target`.
     """
     forward = forward_of(model)
     batch = take_batch(given, forward)
     args, kwargs, form = as_call(batch.inputs, forward)
-    known["setup"] = (*known.get("setup", ()), *batch.setup)
-    known["notes"] = (*known.get("notes", ()), *batch.notes)
-    known |= {"targets": batch.targets, "batch_code": batch.code, "targets_code": batch.targets_code}
+    fields["setup"] = (*fields.get("setup", ()), *batch.setup)
+    fields["notes"] = (*fields.get("notes", ()), *batch.notes)
+    fields |= {"targets": batch.targets, "batch_code": batch.code, "targets_code": batch.targets_code}
     return Target(
         name or type(model).__name__,
         model,
@@ -263,14 +235,12 @@ def unchecked_target(
         source=source or class_line(model),
         caller=None if source or is_own_class(model) else made_at or "",
         form=form,
-        **known,
+        **fields,
     )
 
 
 def check(target: Target) -> Target:
-    """Raise :class:`UsageError` if ``target`` cannot be scanned; find the module inside a compiled
-    or parallel model.
-    """
+    """Raise :class:`UsageError` if ``target`` cannot be scanned; look inside a compiled model."""
     if isinstance(target.model, torch.jit.ScriptModule):
         raise UsageError(
             "The model is a ScriptModule: its ops have no Python module or line to report.",
@@ -282,6 +252,7 @@ def check(target: Target) -> Target:
             f"The target has type {type(target.model).__name__}, not torch.nn.Module.",
             "Give a model; a file may also define a function that returns one.",
         )
+    # What can be scanned after a change is changed, with a note
     if any(map(is_lazy, _state(target.model))):
         target = _initialized(target)
     if any(tensor.is_inference() for tensor in _state(target.model)):
@@ -303,6 +274,7 @@ def check(target: Target) -> Target:
                 "Pass floating-point inputs. If the model is quantized, scan the one that it was made from.",
             )
         target = _noted(target, "the model has no floating-point parameters: only its inputs are cast")
+    # What the reader of the result needs to know
     dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in converted_dtypes(model))
     if dtypes:
         names = " and ".join(dtypes)
@@ -321,36 +293,29 @@ _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 def _unwrapped(target: Target) -> Target:
-    """The module inside a compiled model, whose plain part stays compiled, and inside a parallel
-    one, which is left out.
-    """
+    """The module inside a compiled model, which the plain part calls, and inside a parallel one."""
     model: Any = target.model
     original = inside(model, "_orig_mod")
     if isinstance(original, nn.Module):
-        note = "the model is compiled: status and time are those of compiled code, the op-by-op analysis runs in eager mode"
-        target = _noted(target, note)._replace(compiled=model, model=original)
+        status = "status and time are those of compiled code, the op-by-op analysis runs in eager mode"
+        target = _noted(target, f"the model is compiled: {status}")._replace(compiled=model, model=original)
         model = original
-    if isinstance(model, _PARALLEL):
-        kind = type(model).__name__
-        target = _noted(
-            target, f"the module inside {kind} is scanned, on one device", f"model = model.module  # of {kind}"
-        )
-        module: Any = model.module
-        if target.name == kind:
-            name = type(module).__name__
-        else:
-            name = target.name
-        target = target._replace(name=name, model=module, compiled=None)
-        if target.caller is not None or target.source is None:
-            source = class_line(module)
-            target = target._replace(source=source, caller=None if source and is_own_class(module) else target.caller)
+    if not isinstance(model, _PARALLEL):
+        return target
+    kind, module = type(model).__name__, model.module
+    target = _noted(target, f"the module inside {kind} is scanned, on one device", f"model = model.module  # of {kind}")
+    target = target._replace(model=module, compiled=None)
+    if target.name == kind:
+        target = target._replace(name=type(module).__name__)
+    # The line of the class was that of the wrapper
+    if target.caller is not None or target.source is None:
+        source = class_line(module)
+        target = target._replace(source=source, caller=None if source and is_own_class(module) else target.caller)
     return target
 
 
 def _initialized(target: Target) -> Target:
-    """A copy of a model with lazy modules, which a call on the inputs initializes; the model itself
-    if torch cannot copy one of them.
-    """
+    """A copy of a model with lazy modules, initialized; the model itself if it cannot be copied."""
     model = target.model
     with contextlib.suppress(ValueError):  # it cannot copy a buffer without values: of a LazyBatchNorm2d
         model = copy.deepcopy(model)
@@ -359,8 +324,9 @@ def _initialized(target: Target) -> Target:
             model(*target.args, **target.kwargs)
     except Exception as error:
         line = traceback_line(error.__traceback__)
+        place = f" at {line}" if line else ""
         raise UsageError(
-            f"The model has lazy modules, and the call that initializes them failed{f' at {line}' if line else ''}: "
+            f"The model has lazy modules, and the call that initializes them failed{place}: "
             f"{type_name(error)}: {message_of(error)}",
             "Check that the inputs fit the model, or call the model once in your file.",
         ) from None
@@ -369,11 +335,8 @@ def _initialized(target: Target) -> Target:
             "The model has lazy modules that a call on the inputs does not initialize.",
             "Remove the modules that are not used, or call them once in your file.",
         )
-    note, code = (
-        "the lazy modules were initialized by a call on the inputs",
-        f"{target.form}  # initializes the lazy modules",
-    )
-    return _noted(target, note, code)._replace(model=model)
+    code = f"{target.form}  # initializes the lazy modules"
+    return _noted(target, "the lazy modules were initialized by a call on the inputs", code)._replace(model=model)
 
 
 def _noted(target: Target, note: str, *setup: str) -> Target:
@@ -385,9 +348,7 @@ def _state(model: nn.Module) -> list[Tensor]:
 
 
 def forward_of(model: Any) -> Callable[..., Any]:
-    """The ``forward`` that has the signature of the model: of the module inside a compiled or
-    parallel one.
-    """
+    """The ``forward`` with the signature of the model, which may be compiled or parallel."""
     original = inside(model, "_orig_mod")
     module = model if original is None else original
     if isinstance(module, _PARALLEL):
@@ -397,9 +358,8 @@ def forward_of(model: Any) -> Callable[..., Any]:
 
 
 def inside(model: Any, name: str) -> Any:
-    """The child of that name, found without the model's own ``__getattr__``, which may raise
-    anything; else ``None``.
-    """
+    """The child of that name, if there is one."""
+    # Without the model's own `__getattr__`, which may raise anything
     children = getattr(model, "__dict__", {}).get("_modules")
     if isinstance(children, dict):
         return children.get(name)
@@ -419,9 +379,7 @@ _PASTE_CALIBRATION = """Make `calibration` a function that yields batches like `
 
 
 def check_calibration(given: Any, name: str) -> Any:
-    """``given``; raises :class:`UsageError` unless it is ``None``, a function, or batches that can
-    be read more than once.
-    """
+    """``given``, if it is ``None``, a function, or batches that can be read repeatedly."""
     if given is None or (is_function(given) and not isinstance(given, nn.Module)):
         return given
     if isinstance(given, Iterator):

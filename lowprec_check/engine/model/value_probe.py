@@ -1,6 +1,4 @@
-"""What the expressions of the user's files give while the model runs: each is evaluated as before,
-and what it gave is noted.
-"""
+"""Notes what the expressions of the user's files give while the model runs, evaluated as before."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ def start_probing() -> None:
 
 def probed() -> dict[str, dict[str, SeenValue]]:
     """What was noted since, by file and by the place of the expression, ``25:17-25:55``."""
-    return {file: dict(found) for file, found in _seen.items()}
+    return {file: dict(values) for file, values in _seen.items()}
 
 
 def with_probes(path: str, tree: ast.Module) -> ast.Module:
@@ -51,9 +49,11 @@ class _Probes(ast.NodeTransformer):
 
     def visit(self, node: ast.AST) -> Any:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            # TorchScript compiles the source of a function that it decorates
             if not any("script" in ast.unparse(decorator) for decorator in node.decorator_list):
-                node.body = [self._inside(each) for each in node.body]
+                node.body = [self._inside(statement) for statement in node.body]
             return node
+        # Outside functions, only what lambdas compute
         if not self._depth:
             if not isinstance(node, ast.Lambda):
                 return self.generic_visit(node)
@@ -62,11 +62,9 @@ class _Probes(ast.NodeTransformer):
         if isinstance(node, (ast.JoinedStr, ast.Constant, ast.AnnAssign)):
             return node
         is_target = not isinstance(getattr(node, "ctx", ast.Load()), ast.Load)
-        looks_at_frame = (
-            isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("super", "locals")
-        )
-        if not looks_at_frame:
-            node = self.generic_visit(node)
+        function = getattr(node, "func", None)
+        if not isinstance(function, ast.Name) or function.id not in ("super", "locals"):
+            node = self.generic_visit(node)  # these two look at the frame
         if not isinstance(node, ast.expr) or is_target or isinstance(node, _NOT_VALUES):
             return node
         place = f"{node.lineno}:{node.col_offset}-{node.end_lineno}:{node.end_col_offset}"
@@ -86,19 +84,21 @@ _NOT_VALUES = (ast.Starred, ast.Slice, ast.Yield, ast.YieldFrom, ast.Await, ast.
 
 def _saw(path: str, place: str, value: Any) -> Any:
     looks = _looks.get((path, place), 0)
-    if looks < MOST_LOOKS:
-        _looks[path, place] = looks + 1
-        found = _seen.setdefault(path, {})
-        new = SeenValue(kind="other")
-        without_modes = torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad()
-        with contextlib.suppress(Exception), without_modes[0], without_modes[1], without_modes[2]:
-            new = _described(value)
-        known = found.get(place)
-        if known is not None and known.kind == new.kind == "tensor":
-            dtypes = tuple(sorted({*known.dtypes, *new.dtypes}))
-            absmax = max((each for each in (known.absmax, new.absmax) if each is not None), default=None)
-            new = msgspec.structs.replace(new, dtypes=dtypes, absmax=absmax)
-        found[place] = new
+    if looks >= MOST_LOOKS:
+        return value
+    _looks[path, place] = looks + 1
+    values = _seen.setdefault(path, {})
+    new = SeenValue(kind="other")
+    # Looking at a tensor must not be an op of the model
+    no_dispatch, no_functions = torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunctionSubclass()
+    with contextlib.suppress(Exception), no_dispatch, no_functions, torch.no_grad():
+        new = _described(value)
+    earlier = values.get(place)
+    if earlier is not None and earlier.kind == new.kind == "tensor":
+        dtypes = tuple(sorted({*earlier.dtypes, *new.dtypes}))
+        absmax = max((seen.absmax for seen in (earlier, new) if seen.absmax is not None), default=None)
+        new = msgspec.structs.replace(new, dtypes=dtypes, absmax=absmax)
+    values[place] = new
     return value
 
 
@@ -113,10 +113,10 @@ def _described(value: Any) -> SeenValue:
             kind="module", name=name, dtypes=dtypes, parts=buffers, of_torch=of_torch, training=value.training
         )
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        known = isinstance(value, float) or abs(value) < 2**63
-        return SeenValue(kind="number", number=float(value) if known and math.isfinite(value) else None)
+        fits = isinstance(value, float) or abs(value) < 2**63
+        return SeenValue(kind="number", number=float(value) if fits and math.isfinite(value) else None)
     if isinstance(value, (tuple, list)) and 0 < len(value) <= 16:
-        parts = tuple(str(each.dtype)[6:] if isinstance(each, Tensor) else "" for each in value)
+        parts = tuple(str(part.dtype)[6:] if isinstance(part, Tensor) else "" for part in value)
         return SeenValue(kind="tuple", parts=parts)
     if callable(value):
         return SeenValue(kind="callable", name=encodable(_defined_as(value)))
@@ -138,7 +138,7 @@ def _defined_as(function: Any) -> str:
 
 
 def _absmax(tensor: Tensor) -> float | None:
-    """The largest finite magnitude; ``None`` for what is not a plain floating tensor with values."""
+    """The largest finite magnitude; ``None`` for other than plain floating tensors with values."""
     if not tensor.is_floating_point() or tensor.layout != torch.strided or not tensor.numel() or tensor.is_meta:
         return None
     magnitude = tensor.detach().to(torch.float32).abs()

@@ -1,6 +1,4 @@
-"""Weights on their way to an accelerator: from the file into pinned memory, and from there while
-the device computes.
-"""
+"""Weights on their way to an accelerator, through pinned memory, while the device computes."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ def reads_ahead(device: torch.device) -> bool:
 
 
 class WeightUploads:
-    """The weights that were started and not taken; threads of its own read them, until it is
-    closed.
-    """
+    """The weights that were started and not taken; own threads read them until it is closed."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
