@@ -269,7 +269,7 @@ class WeightStream:
         return max(1, count) / max(time.monotonic() - started, 1e-6)
 
     def restart(self, on_read: OnRead | None) -> None:
-        """Forget what was read, tell ``on_read`` from now on; raises if a weight was written."""
+        """Forget what was read; tell ``on_read`` from now on. Raises if a weight was written."""
         for name in list(self._held):
             self._drop(name)
         self.was_read.clear()

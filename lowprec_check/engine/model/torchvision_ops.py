@@ -23,8 +23,8 @@ from torch import Tensor
 from lowprec_check.errors import message_of
 
 NOTE = (
-    "torchvision's compiled ops do not load with this torch: nms and roi_align are Python replacements that support the "
-    "same dtypes, so the measured times do not apply to the compiled ops"
+    "torchvision's compiled ops do not load with this torch: nms and roi_align are Python replacements that support "
+    "the same dtypes, so the measured times do not apply to the compiled ops"
 )
 
 _NAMES = {torch.float16: "Half", torch.bfloat16: "BFloat16"}
@@ -35,9 +35,7 @@ _libraries: list[Any] = []
 
 @contextlib.contextmanager
 def torchvision_works() -> Iterator[None]:
-    """Whatever imports torchvision in this context gets one that works, with replacements if its
-    compiled ops do not load.
-    """
+    """In this context, torchvision can be imported even if its compiled ops do not load."""
     finder = _TorchvisionFinder()
     sys.meta_path.insert(0, finder)
     try:
@@ -50,12 +48,10 @@ class _TorchvisionFinder(importlib.abc.MetaPathFinder):
     """Finds torchvision where it is, and makes it load."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """The usual spec of torchvision, with a loader that repeats a failed import; ``None`` for
-        other modules.
-        """
-        spec = None
-        if fullname == "torchvision":
-            spec = PathFinder.find_spec(fullname, path, target)
+        """The usual spec of torchvision, with a loader that repeats a failed import."""
+        if fullname != "torchvision":
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
             spec.loader = _TorchvisionLoader(spec.loader)
         return spec
@@ -73,9 +69,7 @@ class _TorchvisionLoader(importlib.abc.Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: Any) -> None:
-        """Import torchvision; if its compiled ops do not load, declare the replacements first, and
-        import it again.
-        """
+        """Import torchvision; if its compiled ops do not load, again with the replacements."""
         try:
             self._loader.exec_module(module)
         except RuntimeError as error:
@@ -83,7 +77,8 @@ class _TorchvisionLoader(importlib.abc.Loader):
                 raise
             _declare()
             self._loader.exec_module(module)
-            for name in ("torchvision.ops.boxes", "torchvision.ops.roi_align"):  # no check that compiled ops are loaded
+            # Its functions check that compiled ops are loaded
+            for name in ("torchvision.ops.boxes", "torchvision.ops.roi_align"):
                 content = importlib.import_module(name).__dict__
                 content["_assert_has_ops"] = lambda: None
                 if "_has_ops" in content:
@@ -119,8 +114,7 @@ def replaced_in(model: torch.nn.Module) -> bool:
 
 
 def nms(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
-    """Indices (int64) of the boxes kept, by descending score: a kept box removes those that overlap
-    it more than the threshold.
+    """Indices (int64) of the boxes kept, by descending score: they remove those that they overlap.
 
     Args:
         dets: boxes (N, 4) as x1, y1, x2, y2; fp32 or fp64.
@@ -134,10 +128,11 @@ def nms(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
     boxes = dets[order]
     kept = torch.ones(len(order), dtype=torch.bool)
     for start in range(0, len(order), _ROWS):
+        # Intersection over union of some boxes with all
         some = boxes[start : start + _ROWS]
         sides = torch.minimum(some[:, None, 2:], boxes[:, 2:]) - torch.maximum(some[:, None, :2], boxes[:, :2])
         common = sides.clamp(min=0).prod(2)
-        areas = [(each[:, 2:] - each[:, :2]).prod(1) for each in (some, boxes)]
+        areas = [(rows[:, 2:] - rows[:, :2]).prod(1) for rows in (some, boxes)]
         union = areas[0][:, None] + areas[1] - common
         overlaps = (common / union).nan_to_num(0.0)  # of an empty union: 0
         for row, overlapping in enumerate(overlaps > iou_threshold, start):
@@ -147,10 +142,9 @@ def nms(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
 
 
 def roi_align(input: Tensor, rois: Tensor, *options: Any) -> Tensor:
-    """Features (K, C, height, width) of regions ``rois`` (K, 5) of ``input`` (N, C, H, W); fp32,
-    fp64 or fp16.
+    """Features (K, C, height, width) of regions ``rois`` (K, 5) of ``input`` (N, C, H, W).
 
-    Runs torchvision's own Python implementation.
+    Runs torchvision's own Python implementation, in fp32, fp64 or fp16.
     """
     if input.dtype != rois.dtype:
         raise RuntimeError("input should have the same type as rois")

@@ -30,9 +30,8 @@ class LossInputs(NamedTuple):
     """The elements of a batch that the model does not take."""
 
 
-def loss_of(loss: Callable[..., Any] | None, output: Any, given: LossInputs) -> Tensor:
-    """The loss of ``output``: ``loss(output)``; one that requires more also gets the targets of the
-    batch, else the inputs.
+def loss_of(loss: Callable[..., Any] | None, output: Any, inputs: LossInputs) -> Tensor:
+    """The loss of ``output``; a function that requires more gets the targets too, else the inputs.
 
     Without a function: the loss that the model itself returns, perhaps in a tuple; cross-entropy
     with fixed random labels for an output of shape (N, classes); else the mean squared difference
@@ -40,31 +39,26 @@ def loss_of(loss: Callable[..., Any] | None, output: Any, given: LossInputs) -> 
     """
     if loss is None:
         return _default_loss(output)
-    if required_arguments(loss) <= 1:
-        found = loss(output)
-    else:
-        if given.targets:
-            args, kwargs = (given.targets, {})
-        else:
-            args, kwargs = (given.args, given.kwargs)
+    args, kwargs = (), dict[str, Any]()
+    if required_arguments(loss) > 1:
+        what, args = "targets", inputs.targets
+        if not inputs.targets:
+            what, args, kwargs = "inputs", inputs.args, inputs.kwargs
         try:
             inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).bind(output, *args, **kwargs)
         except TypeError as error:
-            what = "targets" if given.targets else "inputs"
             raise UsageError(
                 f"`loss` cannot be called with the output and the {what} of the batch: {message_of(error)}.",
                 "Define `loss(output)`, or a function of the output and of these, in this order.",
             ) from None
-        found = loss(output, *args, **kwargs)
-    if not isinstance(found, Tensor) or found.numel() != 1:
-        shape = ""
-        if isinstance(found, Tensor):
-            shape = f" of shape {tuple(found.shape)}"
+    value = loss(output, *args, **kwargs)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
         raise UsageError(
-            f"`loss` returned an object of type {type_name(found)}{shape}, not a tensor with one element.",
+            f"`loss` returned an object of type {type_name(value)}{shape}, not a tensor with one element.",
             "Return a scalar tensor, for example torch.nn.functional.cross_entropy(output, labels).",
         )
-    return found
+    return value
 
 
 class _OwnLoss(NamedTuple):
@@ -73,9 +67,7 @@ class _OwnLoss(NamedTuple):
 
 
 def _own_loss(output: Any) -> _OwnLoss | None:
-    """The loss that the model returns: ``output.loss``, a scalar, or the only scalar of a tuple;
-    ``None`` if it returns none.
-    """
+    """The loss that the model returns: ``output.loss``, a scalar, or the only scalar of a tuple."""
     is_mapping = isinstance(output, Mapping)
     own = output.get("loss") if is_mapping else getattr(output, "loss", None)
     if _may_be_loss(own) and own.numel() == 1:
@@ -100,6 +92,7 @@ def _default_loss(output: Any) -> Tensor:
             "The output of the model has no floating-point tensor to compute a loss from.",
             "Define `loss(output)` in the file.",
         )
+    # Drawn on the CPU, so that all devices and precisions train for the same
     generator = torch.Generator().manual_seed(0)
     scores = _scores(output, tensors)
     if scores is not None:
@@ -107,9 +100,7 @@ def _default_loss(output: Any) -> Tensor:
         return nn.functional.cross_entropy(scores, labels.to(scores.device))
     terms = []
     for tensor in tensors:
-        values = tensor
-        if tensor.is_complex():
-            values = torch.view_as_real(tensor)
+        values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         target = torch.randn(values.shape, generator=generator).to(values.device).to(values.dtype)
         terms.append((values - target).square().mean())
     if len(terms) > 1:
@@ -118,16 +109,15 @@ def _default_loss(output: Any) -> Tensor:
 
 
 def _scores(output: Any, tensors: list[Tensor]) -> Tensor | None:
-    """The scores of classes of shape (N, classes): the only tensor, or the ``logits`` of shape (…,
-    classes) of a model of transformers.
-    """
+    """The scores (N, classes): the only tensor, or ``logits`` (…, classes) of transformers."""
     logits = getattr(output, "logits", None)
-    found = None
     if isinstance(logits, Tensor) and logits.ndim in (2, 3):
-        found = logits.flatten(0, -2)
-    if found is None and len(tensors) == 1 and tensors[0].ndim == 2:
-        found = tensors[0]
-    return found if found is not None and found.shape[1] > 1 and not found.is_complex() else None
+        scores = logits.flatten(0, -2)
+    elif len(tensors) == 1 and tensors[0].ndim == 2:
+        scores = tensors[0]
+    else:
+        return None
+    return scores if scores.shape[1] > 1 and not scores.is_complex() else None
 
 
 class DescribedLoss(NamedTuple):
@@ -187,9 +177,7 @@ def loss(output):  # replace it with your own
 
 
 def make_optimizer(optimizer: Any, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The user's ``optimizer(parameters)``, or AdamW; raises :class:`UsageError` for what is no
-    optimizer.
-    """
+    """The user's ``optimizer(parameters)``, or AdamW; checks that it is an optimizer of these."""
     if not parameters:
         raise UsageError(
             "The model has no parameter that requires a gradient, so there is nothing to train.",
@@ -203,14 +191,14 @@ def make_optimizer(optimizer: Any, parameters: list[nn.Parameter]) -> torch.opti
             f"`optimizer` returned an object of type {type_name(made)}, not an optimizer.",
             "Return one, for example torch.optim.AdamW(parameters, lr=1e-3).",
         )
-    found: torch.optim.Optimizer = made
-    given = {id(parameter) for parameter in parameters}
-    if any(id(parameter) not in given for group in found.param_groups for parameter in group["params"]):
+    allowed = {id(parameter) for parameter in parameters}
+    if any(id(parameter) not in allowed for group in made.param_groups for parameter in group["params"]):
         raise UsageError("`optimizer(parameters)` returned an optimizer of other parameters.", _GROUPS)
-    return found
+    return made  # type: ignore[no-any-return]
 
 
-_GROUPS = """Make the optimizer of the parameters that it is given, which may be fp32 copies of the model's. For parameter groups:
+_GROUPS = """\
+Make the optimizer of the parameters that it is given, which may be fp32 copies of the model's. For parameter groups:
 
     def optimizer(parameters):
         weights = [p for p in parameters if p.ndim > 1]
@@ -221,9 +209,8 @@ Or let `optimizer` be an optimizer of model.parameters(): the scan makes others 
 
 
 def check_optimizer(optimizer: Any, parameters: list[nn.Parameter]) -> None:
-    """Make the optimizer for copies of ``parameters``, as some ways to train do; raises
-    :class:`UsageError` if that is not possible.
-    """
+    """Raise :class:`UsageError` unless the optimizer can be made of copies of ``parameters``."""
+    # As some ways to train do
     copies = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
     made = call_user_code("Calling optimizer(parameters)", lambda: make_optimizer(optimizer, copies))
     if takes_closure(made):
@@ -233,17 +220,15 @@ def check_optimizer(optimizer: Any, parameters: list[nn.Parameter]) -> None:
         )
 
 
-def optimizer_code(given: Any) -> tuple[tuple[str, ...], str]:
-    """Lines of code, and the expression that makes the optimizer from ``parameters``; ``given`` is
-    what the user's file defines.
-    """
-    if given is None:
+def optimizer_code(optimizer: Any) -> tuple[tuple[str, ...], str]:
+    """Lines of code, and the expression that makes the ``optimizer`` of the user's file."""
+    if optimizer is None:
         return (), f"torch.optim.AdamW(parameters, lr={DEFAULT_LEARNING_RATE})"
-    if isinstance(given, OptimizersLike):
+    if isinstance(optimizer, OptimizersLike):
         own = '[p for group in optimizer.param_groups for p in group["params"]]'
         code = _LIKE.replace("(parameters)", "(parameters, optimizer)").replace("model.parameters()", own)
         return (code,), "optimizer_like(parameters, optimizer)"
-    if isinstance(given, OptimizerLike):
+    if isinstance(optimizer, OptimizerLike):
         return (_LIKE,), "optimizer_like(parameters)"
     return (), "optimizer(parameters)"
 
@@ -260,12 +245,10 @@ def optimizer_like(parameters):  # as `optimizer`, which a scheduler may have ch
 
 
 def describe_optimizer(made: Any) -> str:
-    """``SGD(lr=0.1, momentum=0.9)``: the learning rate, weight decay, and settings that differ from
-    the defaults of the class.
-    """
+    """``SGD(lr=0.1, momentum=0.9)``: learning rate, weight decay, and what is not default."""
     if isinstance(made, OptimizersTogether):
         return " and ".join(map(describe_optimizer, made.parts))
-    usual = {name: found.default for name, found in parameters_of(type(made)).items()}
+    usual = {name: parameter.default for name, parameter in parameters_of(type(made)).items()}
     settings = []
     for name in made.defaults:
         values = list(dict.fromkeys(_number(group.get(name)) for group in made.param_groups))
@@ -276,10 +259,9 @@ def describe_optimizer(made: Any) -> str:
 
 
 def _number(value: Any) -> str:
-    if isinstance(value, Tensor):
-        if value.numel() == 1:
-            return f"{value.item():g}"
+    if isinstance(value, Tensor) and value.numel() != 1:
         return "a tensor"
-    if isinstance(value, float):
+    if isinstance(value, Tensor):
+        value = value.item()
         return f"{value:g}"
-    return str(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,6 +1,4 @@
-"""The user's code: called so that an exception becomes a short message, and the lines that define
-what a file has.
-"""
+"""The user's code: exceptions of it become short messages, and the lines that define its names."""
 
 from __future__ import annotations
 
@@ -26,9 +24,8 @@ T = TypeVar("T")
 
 
 def reraise_interrupt(error: BaseException) -> None:
-    """Reraise Ctrl+C and a request to end. A worker gets neither, so there the model itself raised
-    it.
-    """
+    """Reraise Ctrl+C and a request to end."""
+    # A worker gets neither, so there the model itself raised it
     end_if_forked(error)
     in_main_thread = threading.current_thread() is threading.main_thread()
     if isinstance(error, (KeyboardInterrupt, Terminated)) and in_main_thread and not in_worker():
@@ -47,14 +44,10 @@ def call_user_code(what: str, work: Callable[[], T], hint: str | None = None) ->
         raise
     except SyntaxError as error:
         file, line = text_of(error.filename or what), (error.lineno or 0)
-        if line:
-            location = show_line(file, line)
-        else:
-            location = show_file(file)
+        location = show_line(file, line) if line else show_file(file)
         text = text_of(error.text or "").strip()
-        raise UsageError(
-            f"Syntax error at {location}: {text_of(error.msg)}.", f"    {text}" if text else None
-        ) from None
+        hint = f"    {text}" if text else None
+        raise UsageError(f"Syntax error at {location}: {text_of(error.msg)}.", hint) from None
     except BaseException as error:
         end_if_forked(error)
         if isinstance(error, KeyboardInterrupt) and not in_worker():
@@ -62,11 +55,12 @@ def call_user_code(what: str, work: Callable[[], T], hint: str | None = None) ->
         frame = _user_frame(error)
         if frame is None:
             raise UsageError(f"{what} failed: {type_name(error)}: {message_of(error)}", hint) from None
-        root = _root_cause(error)
+        message, root = _description(error, frame), _root_cause(error)
         cause = None
         if root is not error:
             cause = _user_frame(root)
-        message = _description(error, frame) + (f" (caused by {_description(root, cause)})" if cause else "")
+        if cause:
+            message += f" (caused by {_description(root, cause)})"
         advice = _advice_on(error, message)
         raise UsageError(message, "\n".join(filter(None, [f"    {text_of(frame.line)}", advice]))) from None
 
@@ -119,7 +113,7 @@ def call_function(name: str, work: Callable[[], T]) -> T:
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The parameters of a function, a class or a module's ``forward``; empty if they are unknown."""
+    """The parameters of a function, a class or a module's ``forward``; empty if unknown."""
     try:
         return dict(inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters)
     except (TypeError, ValueError):
@@ -129,14 +123,12 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 def required_arguments(function: Callable[..., Any]) -> int:
     """The number of positional arguments that ``function`` must get; 0 if that is unknown."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    known = parameters_of(function).values()
-    return sum(found.kind in positional and found.default is found.empty for found in known)
+    parameters = parameters_of(function).values()
+    return sum(parameter.kind in positional and parameter.default is parameter.empty for parameter in parameters)
 
 
 def attribute_of(module: types.ModuleType, name: str, default: Any = None) -> Any:
-    """``getattr(module, name, default)``; raises :class:`UsageError` if the module's own
-    ``__getattr__`` fails.
-    """
+    """``getattr(module, name, default)``; raises :class:`UsageError` if that fails."""
     return call_user_code(f"Reading {module.__name__}.{name}", lambda: getattr(module, name, default))
 
 
@@ -157,9 +149,7 @@ parsing = ForkLock()
 
 
 def class_line(model: nn.Module) -> str | None:
-    """Return where the class of ``model`` is defined; ``None`` if it is a class of torch or has no
-    source.
-    """
+    """Where the class of ``model`` is defined; ``None`` for one of torch or without source."""
     if type(model).__module__.startswith("torch."):
         return None
     try:
@@ -187,22 +177,18 @@ def file_start(module: types.ModuleType) -> str | None:
 
 
 def definition_line(module: types.ModuleType, name: str, *, loops: bool = True) -> str | None:
-    """The line that assigns, defines or imports ``name``, outside functions and classes, and
-    perhaps outside ``loops``.
-    """
+    """The line that binds ``name``, outside functions, classes and perhaps ``loops``."""
     file = getattr(module, "__file__", None)
     if not file:
         return None
-    line = next((node.lineno for node in statements_of(_body_of(file), loops=loops) if name in bound_names(node)), None)
-    if line is None:
-        return None
-    return show_line(file, line)
+    for node in statements_of(_body_of(file), loops=loops):
+        if name in bound_names(node):
+            return show_line(file, node.lineno)
+    return None
 
 
 def defines(file: str | Path, names: Iterable[str]) -> bool:
-    """Whether importing the file surely binds all ``names``, by its own code outside functions,
-    classes, loops and the main guard.
-    """
+    """Whether the file's own code outside functions, classes and loops surely binds ``names``."""
     return _surely_bound(_body_of(file)).issuperset(names)
 
 
@@ -210,7 +196,8 @@ def _surely_bound(body: list[ast.stmt]) -> set[str | None]:
     """The names that a block binds, whatever its conditions are."""
     names: set[str | None] = set()
     for node in body:
-        if isinstance(node, (ast.For, ast.AsyncFor, ast.While)) or _is_main_guard(node):
+        is_main_guard = isinstance(node, ast.If) and ast.unparse(node.test).startswith("__name__ ==")
+        if isinstance(node, (ast.For, ast.AsyncFor, ast.While)) or is_main_guard:
             continue
         names |= set(bound_names(node))
         if isinstance(node, ast.If):
@@ -220,10 +207,6 @@ def _surely_bound(body: list[ast.stmt]) -> set[str | None]:
         elif isinstance(node, (ast.With, ast.AsyncWith, ast.Try)):
             names |= _surely_bound([*node.body, *getattr(node, "orelse", []), *getattr(node, "finalbody", [])])
     return names
-
-
-def _is_main_guard(node: ast.stmt) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test).startswith("__name__ ==")
 
 
 def _body_of(file: str | Path) -> list[ast.stmt]:
@@ -236,9 +219,7 @@ def _body_of(file: str | Path) -> list[ast.stmt]:
 
 
 def statements_of(body: list[ast.stmt], *, loops: bool) -> Iterator[ast.stmt]:
-    """The statements of a file in order, also those in ``if``, ``with``, ``try`` and, if asked for,
-    in ``loops``.
-    """
+    """The statements of a file in order, also in ``if``, ``with``, ``try``, maybe ``loops``."""
     for node in body:
         if isinstance(node, (ast.For, ast.AsyncFor, ast.While)) and not loops:
             continue
@@ -253,9 +234,10 @@ def statements_of(body: list[ast.stmt], *, loops: bool) -> Iterator[ast.stmt]:
 def bound_names(node: ast.stmt) -> list[str | None]:
     """The names that a statement assigns, defines or imports."""
     if isinstance(node, (ast.Import, ast.ImportFrom)):
-        return [found.asname or found.name for found in node.names]
+        return [alias.asname or alias.name for alias in node.names]
     if isinstance(node, ast.AnnAssign) and node.value is None:
         return []
     targets = getattr(node, "targets", [getattr(node, "target", None)])
+    # a, b = ...
     targets = [part for target in targets for part in getattr(target, "elts", [target])]
     return [getattr(node, "name", None), *(getattr(target, "id", None) for target in targets)]

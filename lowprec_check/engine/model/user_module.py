@@ -1,6 +1,4 @@
-"""The user's module: imported from a file or by name, or run as a script, up to its first call of a
-model, apart from our imports.
-"""
+"""The user's module, imported or run as a script up to its first call of a model."""
 
 from __future__ import annotations
 
@@ -33,11 +31,10 @@ class UserModule(NamedTuple):
 
 
 def import_file(path: Path, names: Definitions, steps: int = 0) -> UserModule:
-    """Import a file, as a module of its package if it is in one, up to its first call of a model,
-    or the end of ``steps`` steps of its training.
+    """Import a file up to its first call of a model, or the end of ``steps`` steps of its training.
 
-    A file whose own code binds the ``names`` of a model and inputs is imported to its end, or to a
-    call after which it defines nothing more.
+    It becomes a module of its package if it is in one. A file whose own code binds the ``names`` of
+    a model and inputs is imported to its end, or to a call after which it defines nothing more.
     """
     hint = "Pass the path of the Python file that defines the model."
     if path.is_dir():
@@ -69,9 +66,7 @@ def import_file(path: Path, names: Definitions, steps: int = 0) -> UserModule:
         if folder not in sys.path:
             sys.path.insert(0, folder)
 
-    full_name = name
-    if parent:
-        full_name = f"{parent}.{name}"
+    full_name = f"{parent}.{name}" if parent else name
 
     def execute() -> None:
         if parent and parent not in sys.modules:
@@ -94,21 +89,20 @@ def _imported(
     return UserModule(sys.modules[name], ran)
 
 
-_STOPPED = "Unless a file defines `model` and `inputs`, a scan runs no code after the first call of a model: put what the file does then into a function."
+_STOPPED = (
+    "Unless a file defines `model` and `inputs`, a scan runs no code after the first call of a model: put what the "
+    "file does then into a function."
+)
 
 
 def _is_taken(name: str, file: str | None, folders: list[str] | None) -> bool:
-    """Whether ``name`` is that of a module of Python, or of one in ``folders`` (by default the
-    module path) other than ``file``.
-    """
-    found = PathFinder.find_spec(name, folders)
-    return name in sys.stdlib_module_names or (found is not None and found.origin != file)
+    """Whether ``name`` is a module of Python, or one in ``folders`` other than ``file``."""
+    spec = PathFinder.find_spec(name, folders)  # by default, on the module path
+    return name in sys.stdlib_module_names or (spec is not None and spec.origin != file)
 
 
 def import_name(name: str, names: Definitions) -> UserModule:
-    """Import a module by its dotted name, also from the current folder, as :func:`import_file`
-    does.
-    """
+    """Import a module by its dotted name, also from the current folder; see :func:`import_file`."""
     if "" not in sys.path:
         sys.path.insert(0, "")
     spec = None
@@ -121,15 +115,14 @@ def import_name(name: str, names: Definitions) -> UserModule:
 
 
 def run_script(path: Path, package: str | None = None, steps: int = 0, observer: Observer | None = None) -> UserModule:
-    """Run the file as a script, up to its first call of a model, or the end of ``steps`` steps of
-    its training, or where the ``observer`` leaves it.
+    """Run the file as a script, up to where :func:`import_file` or the ``observer`` leaves it.
 
     ``package`` is what its relative imports refer to, as in ``python -m package.script``. Raises
     :class:`UsageError` with the user's line if the script fails before.
     """
     module = types.ModuleType("__main__")
     module.__file__, module.__package__ = os.path.abspath(path), package or None
-    kept_main, sys.modules["__main__"] = sys.modules["__main__"], module
+    own_main, sys.modules["__main__"] = sys.modules["__main__"], module
 
     def execute() -> None:
         code: Any = changed_code(path) or compile(path.read_bytes(), str(path), "exec")
@@ -143,28 +136,24 @@ def run_script(path: Path, package: str | None = None, steps: int = 0, observer:
             ran = run_to_first_call(work, observer)
         return UserModule(module, ran)
     finally:
-        sys.modules["__main__"] = kept_main
+        sys.modules["__main__"] = own_main
 
 
 # -- Keeps what a user's file imports and replaces apart from what this program uses later
 #
-# The folder of the file comes first on the module path, as in ``python model.py``. A ``rich.py`` beside it must not replace the
-# package that this program prints with; but the model may need it, also for imports during a call.
-
+# The folder of the file comes first on the module path, as in ``python model.py``. A ``rich.py``
+# beside it must not replace the package that this program prints with; but the model may need it,
+# also for imports during a call.
 
 _RELIED_ON = (
     *("builtins", "contextlib", "functools", "json", "multiprocessing.connection", "os", "pickle", "select", "shutil"),
     *("signal", "subprocess", "tempfile", "threading", "time", "traceback", "warnings"),
 )
-"""Modules that the process which loads a file and starts workers goes on to use. A file may replace
-their functions, as freezegun does.
-"""
+"""Modules that this process goes on to use. A file may replace functions, as freezegun does."""
 
 
 class UserImports:
-    """The module path that a user's file needs, the modules that it imported in place of installed
-    ones, and the functions that it replaced.
-    """
+    """The module path, the modules in place of others, and the functions that a file needs."""
 
     def __init__(self) -> None:
         self._path: list[str] = []
@@ -183,18 +172,16 @@ class UserImports:
     def restore(self, functions: dict[tuple[str, str], Any]) -> None:
         """Restore ``functions`` that were replaced."""
         for (module, name), function in functions.items():
-            mine = vars(sys.modules[module]).get(name)
-            if mine is not function:
-                self._functions[module, name] = mine
+            replacement = vars(sys.modules[module]).get(name)
+            if replacement is not function:
+                self._functions[module, name] = replacement
                 setattr(sys.modules[module], name, function)
 
-    def remove(self, path: list[str], known: set[str]) -> None:
-        """Restore the module path to ``path``, and remove modules not in ``known`` that stand for
-        installed ones.
-        """
+    def remove(self, path: list[str], earlier: set[str]) -> None:
+        """Restore the module ``path``; remove new modules that stand for installed ones."""
         self._path, sys.path[:] = list(sys.path), path
         added = {os.path.abspath(folder) for folder in self._path if isinstance(folder, str) and folder not in path}
-        new, folders = sys.modules.keys() - known, [folder for folder in path if isinstance(folder, str)]
+        new, folders = sys.modules.keys() - earlier, [folder for folder in path if isinstance(folder, str)]
         top = [name for name in new if "." not in name and _folder(name) in added]
         replaced = {name for name in top if _is_taken(name, sys.modules[name].__file__, folders)}
         for name in new:
@@ -205,16 +192,16 @@ class UserImports:
 @contextlib.contextmanager
 def separate_imports() -> Iterator[UserImports]:
     """What is imported inside stays apart from the imports of this process."""
-    imports, path, known = UserImports(), list(sys.path), set(sys.modules)
+    imports, path, earlier = UserImports(), list(sys.path), set(sys.modules)
     modules = {name: vars(sys.modules[name]) for name in _RELIED_ON if name in sys.modules}
     functions = {
-        (module, name): value for module, found in modules.items() for name, value in found.items() if callable(value)
+        (module, name): value for module, names in modules.items() for name, value in names.items() if callable(value)
     }
     try:
         yield imports
     finally:
         imports.restore(functions)
-        imports.remove(path, known)
+        imports.remove(path, earlier)
 
 
 def _folder(name: str) -> str | None:
@@ -223,6 +210,4 @@ def _folder(name: str) -> str | None:
     if not isinstance(file, str):
         return None
     folder, base = os.path.split(os.path.abspath(file))
-    if base == "__init__.py":
-        return os.path.dirname(folder)
-    return folder
+    return os.path.dirname(folder) if base == "__init__.py" else folder

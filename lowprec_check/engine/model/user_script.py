@@ -1,5 +1,6 @@
-"""Runs the user's code up to its first call of a model, or the end of a step of training, and
-leaves it there: neither handlers around that place nor later lines run. A file that defines its
+"""Runs the user's code up to its first call of a model, or the end of a step of training.
+
+It is left there: neither handlers around that place nor later lines run. A file that defines its
 model and inputs is run until it has, or to its end.
 """
 
@@ -38,18 +39,14 @@ class ModelCall(NamedTuple):
     line: str | None
     """``train.py:40``."""
     passed_over: tuple[str, ...] = ()
-    """Calls before it that are part of making a model: ``the call at train.py:12 initializes lazy
-    layers``.
-    """
+    """Earlier calls that make a model: ``the call at train.py:12 initializes lazy layers``."""
 
 
 class Ran(NamedTuple):
     """How far the user's code ran."""
 
     call: ModelCall | None
-    """The first call of a model, at which it was stopped unless its training was observed; ``None``
-    if it calls none, or was run to its end.
-    """
+    """The first call of a model, where it stopped unless observed; ``None`` at the code's end."""
     notes: tuple[str, ...]
     """What was done to keep the user's files as they are."""
     training: ObservedTraining | None = None
@@ -84,11 +81,11 @@ class Definitions(NamedTuple):
 
 
 def run_user_code(work: Callable[[], object], script: str, steps: int, defined: Definitions | None = None) -> Ran:
-    """Run ``work`` up to the first call of a model, or until ``steps`` steps of training are
-    complete; raises what it raises before.
+    """Run ``work`` up to the first call of a model, or the end of ``steps`` steps of training.
 
-    A file in which all that matters is ``defined`` runs until it is, or to its end, if it does not make ``steps`` of training. Raises
-    :class:`UsageError` if steps of ``script`` cannot be made as it makes them.
+    Raises what it raises before, and :class:`UsageError` if steps of ``script`` cannot be made as
+    it makes them. A file without such steps in which all that matters is ``defined`` runs until it
+    is, or to its end.
     """
     if not steps:
         return run_to_first_call(work, defined=defined)
@@ -98,8 +95,9 @@ def run_user_code(work: Callable[[], object], script: str, steps: int, defined: 
         training = None
         if ran.call is not None:
             training = observer.found.training(script)
-        is_no_script = defined is not None and training is None
-        return ran._replace(call=None if is_no_script else ran.call, training=training)
+        if defined is not None and training is None:  # it is no script
+            ran = ran._replace(call=None)
+        return ran._replace(training=training)
     finally:
         observer.forget()  # user code may keep functions that refer to it
 
@@ -107,19 +105,16 @@ def run_user_code(work: Callable[[], object], script: str, steps: int, defined: 
 def run_to_first_call(
     work: Callable[[], object], observer: Observer | None = None, defined: Definitions | None = None
 ) -> Ran:
-    """Run ``work`` up to the first call of a module that has parameters; raises what it raises
-    before. An ``observer`` lets it run on.
+    """Run ``work`` up to the first call of a module that has parameters; raises what it raises.
 
-    A call in another thread counts; one in another process, or in the constructor of a module, does
-    not; nor does one that is part of making a model, unless the code ends, computes gradients or
-    takes long before there is another, and it may be of the whole model. The code runs in a
-    greenlet of this thread, which is never resumed after the call, so that no ``finally``,
-    ``except`` or ``with`` around it runs; exit and signal handlers of the user's files are removed.
-    Files that exist are kept as they are (:class:`KeptFiles`).
-
-    If the code is a file that has all that matters ``defined``, no call counts: it is left at a
-    call after which it defines nothing more.
+    An ``observer`` lets it run on. A call in another thread counts; one in another process, or in
+    the constructor of a module, does not; nor does one that is part of making a model, unless the
+    code ends, computes gradients or takes long before there is another, and it may be of the whole
+    model. If the code is a file that has all that matters ``defined``, no call counts: it is left
+    at a call after which it defines nothing more. Files that exist stay (:class:`KeptFiles`).
     """
+    # In a greenlet of this thread, which is never resumed after the call, so that no `finally`,
+    # `except` or `with` around it runs
     running = _Running(observer, defined)
     script = greenlet.greenlet(lambda: running.errors.extend(_failures_of(work, running.is_failure)))
     script.gr_context = running.caller.gr_context
@@ -137,13 +132,19 @@ def run_to_first_call(
         raise running.errors[0]
     call = running.first or running.made_last
     if call is not None or running.has_left:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(script))  # else it would be unwound when it is freed, also at exit
+        # Else it would be unwound when it is freed, also at exit
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(script))
         before.restore(handlers)
-    notes = [_LEFT] if running.has_left and running.is_overdue and defined is not None else []
-    return Ran(call, (*files.notes, *notes))
+    notes = files.notes
+    if running.has_left and running.is_overdue and defined is not None:
+        notes = (*notes, _LEFT)
+    return Ran(call, notes)
 
 
-_LEFT = f'the file was left {SECONDS:g} s after it had defined its model and inputs, while it still ran: put the rest under `if __name__ == "__main__":`'
+_LEFT = (
+    f"the file was left {SECONDS:g} s after it had defined its model and inputs, while it still ran: put the rest "
+    'under `if __name__ == "__main__":`'
+)
 
 
 class _Running:
@@ -153,7 +154,7 @@ class _Running:
         self._observer, self._defined = observer, defined
         self.caller = greenlet.getcurrent()
         self._process, self._thread = os.getpid(), threading.get_ident()
-        self._kept_call, self._kept_backward = nn.Module.__call__, torch.autograd.backward
+        self._torch_call, self._torch_backward = nn.Module.__call__, torch.autograd.backward
         self.interrupt: Callable[[], None] | None = None
         self._left, self._anywhere = threading.Event(), threading.Event()
         self._timer: threading.Timer | None = None
@@ -161,8 +162,8 @@ class _Running:
         self.errors: list[BaseException] = []
         self.first: ModelCall | None = None
         """The first call of a model, once it is made."""
+        # Calls that are part of making a model, and the threads that are in one
         self._passed_over: list[tuple[ModelCall, Making]] = []
-        """Calls that are part of making a model."""
         self._threads_making: set[int] = set()
 
     @property
@@ -180,7 +181,7 @@ class _Running:
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self.is_over:  # `torch.compile` keeps this function as that of the module inside
-                return self._kept_call(module, *args, **kwargs)
+                return self._torch_call(module, *args, **kwargs)
             return self._call(module, args, kwargs, sys._getframe(1))
 
         try:
@@ -194,15 +195,15 @@ class _Running:
         is_here, is_next = self._is_here, self._observer is not None and self.first is not None
         stops = is_here or (self.interrupt is not None and not is_next)
         is_inner = os.getpid() != self._process or threading.get_ident() in self._threads_making
-        if is_inner or not stops or not _counts(module, frame):
-            return self._kept_call(module, *args, **kwargs)
+        if is_inner or not stops or next(module.parameters(), None) is None or made_by_constructor(frame):
+            return self._torch_call(module, *args, **kwargs)
         if self._defined is not None:
             if is_here and self._is_defined(self._defined, frame):
                 self.leave()
             return self._make(module, args, kwargs)
         if not is_next:
-            said = dict.fromkeys(f"the call at {call.line} {making.why}" for call, making in self._passed_over)
-            call = ModelCall(module, args, kwargs, own_line(frame) or source_line(frame), tuple(said))
+            reasons = dict.fromkeys(f"the call at {call.line} {making.why}" for call, making in self._passed_over)
+            call = ModelCall(module, args, kwargs, own_line(frame) or source_line(frame), tuple(reasons))
             making = None
             if self._observer is None:
                 making = part_of_making(module, frame)
@@ -213,11 +214,12 @@ class _Running:
                 return self._make(module, args, kwargs)
             self.first = call
         if self._observer is not None and is_here:
-            return self._observer.call(module, args, kwargs, self._kept_call)
+            return self._observer.call(module, args, kwargs, self._torch_call)
         if self._observer is not None:
             self._observer.give_up("it calls its model in another thread")
         if is_here or self.interrupt is None:
             self.leave()
+        # Only the thread that the code runs in can leave it: interrupt that one, and stay here
         _parked.append(threading.current_thread())
         self._interrupt_until_left()
         _wait_forever()
@@ -226,18 +228,18 @@ class _Running:
         """Make a call that does not count; nor do those inside it."""
         self._threads_making.add(threading.get_ident())
         try:
-            return self._kept_call(module, *args, **kwargs)
+            return self._torch_call(module, *args, **kwargs)
         finally:
             self._threads_making.discard(threading.get_ident())
 
     def _is_defined(self, names: Definitions, frame: FrameType) -> bool:
-        """Whether the file, which calls a model in ``frame``, has its model and inputs, and defines
-        nothing more.
-        """
+        """Whether the file that calls a model in ``frame`` has ``names``, and defines no more."""
+        # The frame of the file itself: it may import others that call models
         outermost: FrameType | None = None
         at: FrameType | None = frame
         while at is not None and not at.f_code.co_filename.startswith(PACKAGE):
-            outermost = at if at.f_code.co_name == "<module>" else outermost
+            if at.f_code.co_name == "<module>":
+                outermost = at
             at = at.f_back
         if outermost is None or not names.needed <= outermost.f_globals.keys():
             return False
@@ -247,7 +249,7 @@ class _Running:
     # -- Code that takes long after a call that does not count, such as a server
 
     def _limit_time(self) -> None:
-        """Leave the code :data:`SECONDS` after the first call of this, if it is still running then."""
+        """Leave the code :data:`SECONDS` after the first call of this, if it still runs then."""
         if self._timer is None and self.interrupt is not None:
             self._timer = threading.Timer(SECONDS, self._be_overdue)
             self._timer.daemon = True
@@ -258,14 +260,13 @@ class _Running:
         self._interrupt_until_left()
 
     def _interrupt_until_left(self) -> None:
-        """In another thread: interrupt the code until it is left, or over; after a while wherever
-        it is.
-        """
+        """In another thread: interrupt the code until it is left, or over."""
         for number in itertools.count():
             if self.interrupt is not None:
                 self.interrupt()
             if self._left.wait(0.01) or self.is_over:
                 return
+            # After a while, wherever it is, even if it may hold locks there
             if number == _TRIES:
                 self._anywhere.set()
 
@@ -278,12 +279,10 @@ class _Running:
         if self._is_here and not self.is_over and self._observer is None and self.made_last is not None:
             self.first = self.made_last
             self.leave()
-        return self._kept_backward(*args, **kwargs)
+        return self._torch_backward(*args, **kwargs)
 
     def leave_if_possible(self, _number: int, frame: FrameType | None) -> None:
-        """Leave the code, when another thread has called a model or it takes too long, unless this
-        thread may hold locks.
-        """
+        """Leave the code if another thread called a model, or it takes too long."""
         if self.is_overdue and self.first is None:
             self.first = self.made_last
         is_wanted = self.first is not None or (self.is_overdue and self._defined is not None)
@@ -297,9 +296,8 @@ class _Running:
             self.caller.switch()
 
     def is_failure(self, caught: BaseException) -> bool:
-        """Whether an exception ends the code too early. Code that has trained, or whose calls did
-        not count, may call ``exit()``.
-        """
+        """Whether an exception ends the code too early."""
+        # Code that has trained, or whose calls did not count, may call `exit()`
         ended = caught.__context__
         exits = isinstance(ended, SystemExit) and ended.code in (None, 0)
         if exits and (self._passed_over or self._defined is not None):
@@ -316,11 +314,6 @@ def _failures_of(work: Callable[[], object], is_failure: Callable[[BaseException
             yield caught
 
 
-def _counts(module: nn.Module, frame: FrameType | None) -> bool:
-    """Whether it is a model, and not called by the constructor of a module."""
-    return next(module.parameters(), None) is not None and not made_by_constructor(frame)
-
-
 # -- The thread in which a model was called
 
 _parked: list[threading.Thread] = []
@@ -333,7 +326,8 @@ def parked_threads() -> list[threading.Thread]:
 
 def _wait_forever() -> NoReturn:
     """Park this thread; the interpreter ends without it."""
-    threading.current_thread().join = lambda timeout=None: None  # type: ignore[method-assign]  # noqa: ARG005  # pools of threads do at exit
+    # Pools of threads join theirs at exit
+    threading.current_thread().join = lambda timeout=None: None  # type: ignore[method-assign]  # noqa: ARG005
     lock = threading.Lock()
     while True:
         lock.acquire()
@@ -342,15 +336,12 @@ def _wait_forever() -> NoReturn:
 _TRIES = 100
 """Of an interrupt, 10 ms apart, until it no longer matters where the thread is."""
 
-
 _WAITS = ("wait", "join", "_wait_for_tstate_lock", "result", "get", "__exit__", "shutdown")
 """Functions of the standard library in which a thread waits without holding locks."""
 
 
 def _holds_locks(frame: FrameType | None) -> bool:
-    """Whether the thread may hold a lock of the interpreter or of a library: unless it runs a line
-    of the user's, or waits in one.
-    """
+    """Whether the thread may hold a lock of a library: it neither runs a user's line nor waits."""
     while frame is not None and frame.f_code.co_name in _WAITS:
         frame = frame.f_back
     return frame is not None and not is_own_file(frame.f_code.co_filename)
@@ -358,17 +349,15 @@ def _holds_locks(frame: FrameType | None) -> bool:
 
 @contextlib.contextmanager
 def _interrupted_by(handler: Callable[..., None]) -> Iterator[Callable[[], None] | None]:
-    """What makes this thread call ``handler``, wherever it waits, from another one; ``None`` if
-    only the main thread could.
-    """
+    """What makes another thread interrupt this one; ``None`` if this is not the main thread."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "pthread_kill"):
         yield None
         return
-    thread, kept = threading.get_ident(), signal.signal(signal.SIGURG, handler)
+    thread, earlier = threading.get_ident(), signal.signal(signal.SIGURG, handler)
     try:
         yield lambda: signal.pthread_kill(thread, signal.SIGURG)
     finally:
-        signal.signal(signal.SIGURG, kept)
+        signal.signal(signal.SIGURG, earlier)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,4 @@
-"""What the user's code leaves behind that is stopped in a call: contexts that are never left,
-handlers, threads, unfinished imports.
-"""
+"""What user code that is stopped in a call leaves behind: contexts, handlers, threads, imports."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ _PROGRESS = {"rich.live": "stop", "tqdm._monitor": "exit"}
 
 
 class Surroundings:
-    """What contexts that are never left would change for good: those of torch, a stream, signal
-    handlers, unfinished imports.
-    """
+    """What contexts that are never left would change for good, as it was before them."""
 
     def __init__(self) -> None:
         self._stream, self._gradients = sys.stderr, torch.is_grad_enabled()
@@ -37,7 +33,7 @@ class Surroundings:
         self._handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
 
     def restore(self, handlers: Sequence[Callable[..., Any]]) -> None:
-        """Make them as they were; remove exit ``handlers``, and threads that redraw progress bars."""
+        """Make all as it was; remove exit ``handlers`` and threads that redraw progress bars."""
         for registered in handlers:
             atexit.unregister(registered)
         for thread in threading.enumerate():
@@ -45,6 +41,7 @@ class Surroundings:
             if end is not None:
                 getattr(thread, end)()
                 thread.join(1.0)
+        # Modes of torch
         sys.stderr = self._stream
         torch.set_grad_enabled(self._gradients)
         if torch.is_inference_mode_enabled():
@@ -52,6 +49,7 @@ class Surroundings:
             _never_left[-1].__enter__()
         for kind in autocasts_now():
             torch.set_autocast_enabled(kind, False)
+        # Out of all blocks of autocast: there is no other way to set their number
         torch.autocast_increment_nesting()
         while torch.autocast_decrement_nesting() > 0:
             pass
@@ -62,26 +60,30 @@ class Surroundings:
         while torch._C._len_torch_dispatch_stack() > self._dispatched:
             dispatch_modes._pop_mode()
         device_of_the_file = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
-        known = [*self._functions, device_of_the_file]
-        set_function_modes([mode for mode in function_modes() if mode in known])
+        # A default device that the file sets stays
+        allowed = [*self._functions, device_of_the_file]
+        set_function_modes([mode for mode in function_modes() if mode in allowed])
         for name, key in set(_hooks_of_torch()) - self._hooks:
             del vars(torch.nn.modules.module)[name][key]
         for number, handler in self._handlers.items():
             if self._in_main_thread and handler is not None and signal.getsignal(number) != handler:
                 signal.signal(number, handler)
-        for module in list(sys.modules.values()):  # other threads would wait for the end of their import
-            spec: Any = getattr(module, "__spec__", None)
-            if getattr(spec, "_initializing", False):
-                spec._initializing = False
+        _end_imports()
 
 
 _never_left: list[Any] = []
 
 
+def _end_imports() -> None:
+    """Mark imports as complete; other threads would wait for their end."""
+    for module in list(sys.modules.values()):
+        spec: Any = getattr(module, "__spec__", None)
+        if getattr(spec, "_initializing", False):
+            spec._initializing = False
+
+
 def _hooks_of_torch() -> list[tuple[str, int]]:
-    """The hooks of all modules that contexts of torch registered, such as a counter of operations;
-    the user's own stay.
-    """
+    """The hooks of all modules that contexts of torch registered, such as a counter of ops."""
     tables = {name: table for name, table in vars(torch.nn.modules.module).items() if name.startswith("_global_")}
     return [
         (name, key)
@@ -95,13 +97,13 @@ def _hooks_of_torch() -> list[tuple[str, int]]:
 @contextlib.contextmanager
 def exit_handlers_of_the_user() -> Iterator[list[Callable[..., Any]]]:
     """The exit handlers that lines of the user's own files register inside."""
-    found: list[Callable[..., Any]] = []
-    kept = atexit.register
+    handlers: list[Callable[..., Any]] = []
+    original = atexit.register
 
     def register(handler: Any, *args: Any, **kwargs: Any) -> Any:
         if is_own_file(sys._getframe(1).f_code.co_filename):
-            found.append(handler)
-        return kept(handler, *args, **kwargs)
+            handlers.append(handler)
+        return original(handler, *args, **kwargs)
 
     with replaced(atexit, "register", register):
-        yield found
+        yield handlers

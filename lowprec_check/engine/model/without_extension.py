@@ -1,5 +1,4 @@
-"""Leaves Intel's extension out of the user's code: what it imports in its place returns models and
-optimizers as they are.
+"""Leaves Intel's extension out of the user's code, which gets models and optimizers as they are.
 
 The extension is archived, replaces kernels of its process for good when it is imported, and gives
 modules and optimizers that can no longer be cast or observed. So the code is run as stock PyTorch
@@ -50,17 +49,18 @@ class LeftOut:
         """What to know of the runs, in words; empty if nothing was left out."""
         notes = list(self.limits)
         if self.calls:
+            left_out = " and ".join(self.calls)
             notes.insert(
                 0,
-                f"the scan leaves out {' and '.join(self.calls)} and runs stock PyTorch, since Intel's extension is archived: autocast "
-                "replaces its 16-bit weights, and --backend inductor adds compiled code",
+                f"the scan leaves out {left_out} and runs stock PyTorch, since Intel's extension is archived: "
+                "autocast replaces its 16-bit weights, and --backend inductor adds compiled code",
             )
         if self.imported is not None:
             notes.append(f"{self.imported} was imported, so all runs use the kernels of Intel's extension")
         return tuple(notes)
 
     def optimize(
-        self, model: Any, dtype: Any = None, optimizer: Any = None, level: str = "O1", *_given: Any, **options: Any
+        self, model: Any, dtype: Any = None, optimizer: Any = None, level: str = "O1", *_args: Any, **options: Any
     ) -> Any:
         """In place of ``ipex.optimize``: what it is called with, as it returns it."""
         line = own_line(sys._getframe(1))
@@ -69,37 +69,34 @@ class LeftOut:
         if dtype is not None:
             problem = prepack_problem(str(dtype).removeprefix("torch."))
         prepacks = options.get("weights_prepack")
-        if problem is not None and (level != "O0" if prepacks is None else prepacks):
+        if prepacks is None:
+            prepacks = level != "O0"
+        if problem is not None and prepacks:
             self.limits[f"without the scan, the call at {line} fails on this processor: {problem}"] = None
-        if optimizer is None:
-            return model
-        return (model, optimizer)
+        return model if optimizer is None else (model, optimizer)
 
-    def optimize_llm(self, model: Any, optimizer: Any = None, *_given: Any, **_options: Any) -> Any:
+    def optimize_llm(self, model: Any, optimizer: Any = None, *_args: Any, **_options: Any) -> Any:
         """In place of ``ipex.llm.optimize``."""
         self.calls[f"ipex.llm.optimize ({own_line(sys._getframe(1))})"] = None
-        if optimizer is None:
-            return model
-        return (model, optimizer)
+        return model if optimizer is None else (model, optimizer)
 
-    def do_nothing(self, *_given: Any, **_options: Any) -> None:
+    def do_nothing(self, *_args: Any, **_options: Any) -> None:
         """In place of one of the :data:`_HARMLESS`."""
 
-    def compile(self, compile: Callable[..., Any], *given: Any, backend: Any = "inductor", **options: Any) -> Any:
+    def compile(self, compile: Callable[..., Any], *args: Any, backend: Any = "inductor", **options: Any) -> Any:
         """``torch.compile``, with inductor in place of the extension's backend."""
         if backend == "ipex":
             backend = "inductor"
             self.calls[f'the backend "ipex" of torch.compile ({own_line(sys._getframe(1))})'] = None
-        return compile(*given, backend=backend, **options)
+        return compile(*args, backend=backend, **options)
 
 
 @contextlib.contextmanager
 def without_extension() -> Iterator[LeftOut]:
-    """In this context, the user's own code that imports the extension gets a module in its place,
-    unless it was imported before.
+    """In this context, the user's code that imports the extension gets a module in its place.
 
-    Where the extension cannot be imported, code that expects that (in a ``try``, or by
-    ``importlib.util.find_spec``) finds none.
+    Not if it was imported before. Where the extension cannot be imported, code that expects that
+    (in a ``try``, or by ``importlib.util.find_spec``) finds none.
     """
     left_out = LeftOut()
     if _MODULE in sys.modules:
@@ -119,18 +116,17 @@ def without_extension() -> Iterator[LeftOut]:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the modules in place of the extension; imports the extension itself for its other
-    modules.
-    """
+    """Finds the modules in place of the extension; imports the extension for its other modules."""
 
     def __init__(self, left_out: LeftOut) -> None:
         self._left_out = left_out
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """That of a module in place, or of a module of the extension; ``None`` for other modules."""
+        """The spec of a module in place, or of a module of the extension; else ``None``."""
         in_place = sys.modules.get(_MODULE)
         if fullname == _LLM or (fullname == _MODULE and _is_wanted(sys._getframe(1))):
             return ModuleSpec(fullname, _Loader(self._left_out))
+        # Code of packages, or that can do without it, gets the extension, or an ImportError
         if fullname == _MODULE:
             spec = PathFinder.find_spec(fullname, path, target)
             if spec is not None and extension_problem() is not None:
@@ -142,15 +138,14 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _is_wanted(frame: FrameType | None) -> bool:
-    """Whether an import is by the user's own code, which cannot do without what it imports, or
-    could import the extension.
-    """
+    """Whether an import is by the user's own code, which needs the extension or may have it."""
     while frame is not None and frame.f_code.co_filename.startswith("<frozen importlib._bootstrap"):
         frame = frame.f_back
     if frame is None or not is_own_file(frame.f_code.co_filename):
         return False
     if extension_problem() is None:
         return True
+    # Code in a `try` with handlers can do without it
     tree, line = source_tree(frame.f_code.co_filename), frame.f_lineno
     tries = []
     if tree is not None:
@@ -177,9 +172,7 @@ class _Loader(importlib.abc.Loader):
 
 
 class _InPlace(types.ModuleType):
-    """The module in place of the extension, or of its part ``llm``; names that it lacks are those
-    of the extension, which they import.
-    """
+    """The module in place of the extension, or of its ``llm``; it imports others for more names."""
 
     def __init__(self, name: str, left_out: LeftOut) -> None:
         super().__init__(name)
@@ -194,19 +187,18 @@ class _InPlace(types.ModuleType):
             setattr(self, harmless, left_out.do_nothing)
 
     def extension(self, needed: str) -> types.ModuleType:
-        """The extension itself, imported; raises ``ImportError`` if it is not there, for the sake
-        of the name ``needed``.
-        """
+        """The extension itself, imported for the name ``needed``; raises ``ImportError``."""
         problem = extension_problem()
         if problem is not None:
             raise ModuleNotFoundError(f"{needed} needs {IPEX}: {problem}", name=needed)
         finders, sys.meta_path[:] = list(sys.meta_path), [f for f in sys.meta_path if not isinstance(f, _Finder)]
-        kept = {name: sys.modules.pop(name) for name in (_MODULE, _LLM) if name in sys.modules}
+        # Not through this finder, nor beside the modules in place
+        in_place = {name: sys.modules.pop(name) for name in (_MODULE, _LLM) if name in sys.modules}
         try:
             extension = importlib.import_module(self.__name__)
         finally:
             sys.meta_path[:] = finders
-            sys.modules.update(kept)
+            sys.modules.update(in_place)
         self._left_out.imported = self._left_out.imported or needed
         return extension
 
