@@ -43,9 +43,17 @@ def further_draws(target: Target, first: int, seed: int) -> tuple[InputKind, Ite
             except UsageError:
                 yield number, None
                 continue
-            pairs = zip(_tensors(target.inputs), _tensors(batch.inputs), strict=False)
-            values = [_like(tensor, new) for tensor, new in pairs]
-            yield number, values if _form(batch.inputs) == expected else None
+            if _form(batch.inputs) != expected:
+                yield number, None
+                continue
+            values = []
+            for tensor, new in zip(_tensors(target.inputs), _tensors(batch.inputs), strict=False):
+                value = new.detach()
+                # The same strides, for which code may be compiled
+                if tensor.layout == torch.strided and tensor.shape == new.shape:
+                    value = torch.empty_like(tensor, requires_grad=False).copy_(value)
+                values.append(value)
+            yield number, values
 
     if target.make_batch is not None:
         batches = made_batches()
@@ -81,13 +89,6 @@ def _form(call: Call) -> list[object]:
         path: (tensor.shape, tensor.dtype, tensor.layout) for path, tensor in leaves(call) if not tensor.is_nested
     }
     return [tensors, {path: leaf.tolist() for path, leaf in leaves(call, numbers=True) if path not in tensors}]
-
-
-def _like(tensor: Tensor, values: Tensor) -> Tensor:
-    """``values`` with the strides of ``tensor``, for which code may be compiled."""
-    if tensor.layout != torch.strided or tensor.shape != values.shape:
-        return values.detach()
-    return torch.empty_like(tensor, requires_grad=False).copy_(values.detach())
 
 
 # -- Inputs that a compiler may not expect: those of the target with one change

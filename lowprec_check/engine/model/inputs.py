@@ -43,12 +43,10 @@ class Arguments(NamedTuple):
 
 
 def as_call(inputs: Any, forward: Callable[..., Any]) -> Arguments:
-    """The arguments of a call of ``forward``, from a tensor, tuple, list, or mapping of keywords.
-
-    A list or named tuple (``PackedSequence``) is one argument if ``forward`` accepts it only so.
-    """
+    """The arguments of a call of ``forward``: a tensor, tuple, list, or mapping of keywords."""
     if isinstance(inputs, Mapping):
         return Arguments((), dict(inputs), "model(**inputs)")
+    # A list or named tuple (`PackedSequence`) is one argument if `forward` accepts it only so
     is_one = type(inputs) is not tuple and accepts(forward, inputs)
     if isinstance(inputs, (tuple, list)) and (accepts(forward, *inputs) or not is_one):
         return Arguments(tuple(inputs), {}, "model(*inputs)")
@@ -142,10 +140,7 @@ def take_batch(source: Any, forward: Callable[..., Any]) -> Batch:
 
 
 class BatchMaker:
-    """Makes the inputs of batch 0, 1, 2, … in a form that :func:`take_batch` accepts.
-
-    Unpickled, it is ``None``: workers get their batch, and an iterator cannot be sent to them.
-    """
+    """Makes the inputs of batch 0, 1, 2, … in a form that :func:`take_batch` accepts."""
 
     def __init__(self, source: Any, call: Callable[[Callable[[], Any]], Any]) -> None:
         self._source, self._call = source, call
@@ -211,6 +206,7 @@ class BatchMaker:
         return iter([batch])
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        # Workers get their batch, and an iterator cannot be sent to them
         return type(None), ()
 
 
@@ -369,10 +365,7 @@ _SHAPE = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>scalar|\d+(?:x\d+)*)
 
 
 def parse_inputs(specs: tuple[str, ...], *, seed: int = 0) -> Any:
-    """Random inputs for specs like ``1x3x224x224``, ``1x128:int64``, ``mask=1x128:bool``; seeded.
-
-    Integers are between 0 and 9. Raises :class:`UsageError` if a spec cannot be parsed.
-    """
+    """Seeded random inputs for specs like ``1x3x224x224``, ``1x128:int64``, ``mask=1x128:bool``."""
     generator = torch.Generator().manual_seed(seed)
     args: list[Tensor] = []
     kwargs: dict[str, Tensor] = {}

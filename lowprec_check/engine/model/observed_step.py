@@ -52,16 +52,38 @@ _ONE_AUTOCAST = (
 )
 
 
-class StepObserver:
+class ThreadObserver:
+    """Replaces functions in the thread that makes it, until it is over."""
+
+    def __init__(self) -> None:
+        self._place = os.getpid(), threading.get_ident()
+        self._is_over = False
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        return self._is_over or (os.getpid(), threading.get_ident()) != self._place
+
+    def _unless_over(self, original: Callable[..., Any], observed: Callable[..., Any]) -> Callable[..., Any]:
+        """What replaces ``original``; the user's code may keep it, and call it in other threads."""
+
+        @functools.wraps(original)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            if self._is_elsewhere:
+                return original(*args, **kwargs)
+            return observed(original, *args, **kwargs)
+
+        return function
+
+
+class StepObserver(ThreadObserver):
     """Observes ``steps`` steps of the first optimizer that makes one, in this thread.
 
     Enter :meth:`observing` around the script, and let its calls of models come by :meth:`call`.
     """
 
     def __init__(self, steps: int) -> None:
+        super().__init__()
         self._recorder = CallRecorder()
-        self._place = os.getpid(), threading.get_ident()
-        self._is_over = False
         self._since: float | None = None
         self._backwards: list[Backward] = []
         self._cleared: list[tuple[int, frozenset[int]]] = []
@@ -115,21 +137,6 @@ class StepObserver:
         if not self._is_over:
             self._end()
         self._is_over = True
-
-    @property
-    def _is_elsewhere(self) -> bool:
-        return self._is_over or (os.getpid(), threading.get_ident()) != self._place
-
-    def _unless_over(self, original: Callable[..., Any], observed: Callable[..., Any]) -> Callable[..., Any]:
-        """What replaces ``original``; the user's code may keep it, and call it in other threads."""
-
-        @functools.wraps(original)
-        def function(*args: Any, **kwargs: Any) -> Any:
-            if self._is_elsewhere:
-                return original(*args, **kwargs)
-            return observed(original, *args, **kwargs)
-
-        return function
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
         """The result of the user's call of a model, ``call(module, *args, **kwargs)``."""

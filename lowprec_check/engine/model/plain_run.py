@@ -193,7 +193,13 @@ def call_once(ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def describe_error(error: BaseException, model: nn.Module) -> ExceptionInfo:
     """Type, message and place of the exception; of a compiler's, that of what it failed on."""
-    traced, error = getattr(error, "real_stack", None) or (), _cause(error)
+    traced = getattr(error, "real_stack", None) or ()
+    # Compilers of torch wrap exceptions around what they failed on, with its message
+    while type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        inner = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+        if not isinstance(inner, BaseException) or first_line(message_of(inner)) not in message_of(error):
+            break
+        error = inner
     # The innermost module whose method is on the stack
     names = {id(module): name for name, module in model.named_modules()}
     module, traceback = None, error.__traceback__
@@ -212,16 +218,6 @@ def describe_error(error: BaseException, model: nn.Module) -> ExceptionInfo:
         caller=lines.caller,
         hint=error.hint if isinstance(error, UsageError) else None,
     )
-
-
-def _cause(error: BaseException) -> BaseException:
-    """What a compiler of torch failed on, out of the exceptions that it wraps around it."""
-    while type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-        inner = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
-        if not isinstance(inner, BaseException) or first_line(message_of(inner)) not in message_of(error):
-            break
-        error = inner
-    return error
 
 
 # -- The verdict on outputs

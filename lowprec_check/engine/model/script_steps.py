@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -21,7 +18,7 @@ from lowprec_check.engine.core.devices import seed_everything
 from lowprec_check.engine.core.floating_dtypes import NARROW
 from lowprec_check.engine.core.source_location import is_own_file, source_lines
 from lowprec_check.engine.model.kept_files import replaced
-from lowprec_check.engine.model.observed_step import SECONDS, framework_of
+from lowprec_check.engine.model.observed_step import SECONDS, ThreadObserver, framework_of
 from lowprec_check.engine.model.user_module import run_script
 from lowprec_check.engine.model.without_extension import without_extension
 from lowprec_check.process import system
@@ -45,14 +42,13 @@ def made_steps(path: Path, arguments: tuple[str, ...], steps: int, seed: int, *,
     return watch
 
 
-class StepWatch:
+class StepWatch(ThreadObserver):
     """Observes a script, which it changes for fp32 only; see :func:`.run_to_first_call`."""
 
     def __init__(self, steps: int, *, fp32: bool) -> None:
+        super().__init__()
         self._wanted, self._fp32 = steps, fp32
-        self._here = os.getpid(), threading.get_ident()
         self._since: float | None = None
-        self._over = False
         self._in_scaler = False
         self._scaled: list[Tensor] = []
         self._grads_scaled = False
@@ -102,7 +98,7 @@ class StepWatch:
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
         """The result of a call of a model; none is made when time is over."""
         self._since = self._since or system.monotonic()
-        if system.monotonic() - self._since > SECONDS and not self._over:
+        if system.monotonic() - self._since > SECONDS and not self._is_over:
             made = min(self._asked.values(), default=0)
             self.give_up(f"it makes {made} of {self._wanted} steps within {SECONDS:g} s of its first call of a model")
             self._leave()
@@ -135,20 +131,7 @@ class StepWatch:
                 stack.enter_context(replaced(place, name, self._unless_over(getattr(place, name), function)))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
-        self._over = True
-
-    def _unless_over(self, original: Callable[..., Any], observed: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def function(*args: Any, **kwargs: Any) -> Any:
-            if self._is_elsewhere:
-                return original(*args, **kwargs)
-            return observed(original, *args, **kwargs)
-
-        return function
-
-    @property
-    def _is_elsewhere(self) -> bool:
-        return self._over or (os.getpid(), threading.get_ident()) != self._here
+        self._is_over = True
 
     def _note(self, what: str, frame: FrameType) -> ScriptPlace:
         place = ScriptPlace(*source_lines(frame))

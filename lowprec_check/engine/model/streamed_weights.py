@@ -217,22 +217,17 @@ class WeightStream:
         uploads = self._uploads
         if name not in uploads and uploads.nbytes >= AHEAD_BYTES:
             uploads.forget()  # they come in another order
-        for coming in self._from(name):
-            if coming != name and uploads.nbytes >= saved.nbytes + AHEAD_BYTES:
-                break
-            uploads.start(coming, self._saved[coming])
+        # The weight, and those that follow and are not held
+        uploads.start(name, saved)
+        passed, coming = {name}, self._next.get(name, name)
+        while coming not in passed:
+            passed.add(coming)
+            if coming not in self._held:
+                if uploads.nbytes >= saved.nbytes + AHEAD_BYTES:
+                    break
+                uploads.start(coming, self._saved[coming])
+            coming = self._next.get(coming, coming)
         return uploads.take(name, saved)
-
-    def _from(self, name: str) -> Iterator[str]:
-        """The weight and those that follow, as far as they are to be read."""
-        passed = set[str]()
-        while name not in passed:
-            passed.add(name)
-            if name not in self._held or len(passed) == 1:
-                yield name
-            if name not in self._next:
-                return
-            name = self._next[name]
 
     def read_back(self, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
         """The values of a weight once more, after those that follow it."""

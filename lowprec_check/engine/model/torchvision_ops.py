@@ -75,7 +75,20 @@ class _TorchvisionLoader(importlib.abc.Loader):
         except RuntimeError as error:
             if "nms does not exist" not in message_of(error):
                 raise
-            _declare()
+            # The ops that it expects, once
+            if not _libraries:
+                library = torch.library.Library("torchvision", "DEF")
+                for name in ("nms", "qnms"):
+                    library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+                library.define(
+                    "roi_align(Tensor input, Tensor rois, float spatial_scale, int pooled_height, int pooled_width, "
+                    "int sampling_ratio, bool aligned) -> Tensor"
+                )
+                kernels = (("nms", nms, _nms_in_fp32), ("roi_align", roi_align, _roi_align_in_fp32))
+                for op, kernel, under_autocast in kernels:
+                    library.impl(op, kernel, "CPU")
+                    library.impl(op, under_autocast, "AutocastCPU")
+                _libraries.append(library)
             self._loader.exec_module(module)
             # Its functions check that compiled ops are loaded
             for name in ("torchvision.ops.boxes", "torchvision.ops.roi_align"):
@@ -83,23 +96,6 @@ class _TorchvisionLoader(importlib.abc.Loader):
                 content["_assert_has_ops"] = lambda: None
                 if "_has_ops" in content:
                     content["_has_ops"] = lambda: True
-
-
-def _declare() -> None:
-    """Define the ops that ``import torchvision`` expects, once."""
-    if _libraries:
-        return
-    library = torch.library.Library("torchvision", "DEF")
-    for name in ("nms", "qnms"):
-        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    library.define(
-        "roi_align(Tensor input, Tensor rois, float spatial_scale, int pooled_height, int pooled_width, "
-        "int sampling_ratio, bool aligned) -> Tensor"
-    )
-    for op, kernel, under_autocast in (("nms", nms, _nms_in_fp32), ("roi_align", roi_align, _roi_align_in_fp32)):
-        library.impl(op, kernel, "CPU")
-        library.impl(op, under_autocast, "AutocastCPU")
-    _libraries.append(library)
 
 
 def declared() -> bool:

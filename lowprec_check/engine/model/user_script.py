@@ -116,7 +116,16 @@ def run_to_first_call(
     # In a greenlet of this thread, which is never resumed after the call, so that no `finally`,
     # `except` or `with` around it runs
     running = _Running(observer, defined)
-    script = greenlet.greenlet(lambda: running.errors.extend(_failures_of(work, running.is_failure)))
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as caught:
+            end_if_forked(caught)
+            if running.is_failure(caught):
+                running.errors.append(caught)
+
+    script = greenlet.greenlet(run)
     script.gr_context = running.caller.gr_context
     before = Surroundings()
     with (
@@ -303,15 +312,6 @@ class _Running:
         if exits and (self._passed_over or self._defined is not None):
             return False
         return self.first is None or (self._observer is not None and not isinstance(ended, SystemExit))
-
-
-def _failures_of(work: Callable[[], object], is_failure: Callable[[BaseException], bool]) -> Iterator[BaseException]:
-    try:
-        work()
-    except BaseException as caught:
-        end_if_forked(caught)
-        if is_failure(caught):
-            yield caught
 
 
 # -- The thread in which a model was called
