@@ -1,6 +1,4 @@
-"""Loads models of transformers: by the name of a model type or class, or from a folder with a
-config.json. No network.
-"""
+"""Loads models of transformers, by a name or from a folder with a config.json; no network."""
 
 from __future__ import annotations
 
@@ -32,8 +30,7 @@ _SMALLER = "Make it smaller: transformers:NAME,num_hidden_layers=2,hidden_size=2
 
 
 def load_transformers(text: str, inputs: tuple[str, ...] = ()) -> Target:
-    """Return the target for ``transformers:NAME,OPTION=VALUE,…``, in eval mode, with random weights
-    and seed 0.
+    """Return the target for ``transformers:NAME,OPTION=VALUE,…``, in eval mode, seed 0.
 
     NAME is a model type (``bert``), a configuration (``BertConfig``) or a model
     (``BertForMaskedLM``); the options are those of its configuration.
@@ -60,34 +57,27 @@ def load_transformers(text: str, inputs: tuple[str, ...] = ()) -> Target:
                 f"transformers has no base model for {config_class.__name__}.",
                 "Pass the name of a model, such as BertForMaskedLM.",
             )
-        # the first of several; if there is only one, AutoModel finds it
-        if isinstance(model_class, (list, tuple)):
-            model_class = model_class[0]
-        else:
-            model_class = None
+        # The first of several; if there is only one, AutoModel finds it
+        model_class = model_class[0] if isinstance(model_class, (list, tuple)) else None
     model, call = _random_model(transformers, model_class, config, f"transformers:{name}")
     return _target(f"transformers:{text}", model, config, inputs, f"{call}({config_code})")
 
 
 def _check_shards(folder: Path) -> None:
-    """Raise :class:`UsageError` if the index of the weights lists a file that is missing. Other
-    faults of the index are left to transformers.
-    """
-    index, listed = folder / "model.safetensors.index.json", dict[str, Any]()
-    with contextlib.suppress(OSError, ValueError):
+    """Raise :class:`UsageError` if the index of the weights lists a file that is missing."""
+    index, content = folder / "model.safetensors.index.json", None
+    with contextlib.suppress(OSError, ValueError):  # faults of the index are left to transformers
         content = json.loads(index.read_bytes())
-        found = None
-        if isinstance(content, dict):
-            found = content.get("weight_map")
-        listed = found if isinstance(found, dict) else {}
-    for name in sorted({str(name) for name in listed.values()}):
+    files = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(files, dict):
+        return
+    for name in sorted({str(name) for name in files.values()}):
         if not (folder / name).is_file():
             raise UsageError(f"{folder} has no {name}, which {index.name} lists.", "Copy that file there.")
 
 
 def load_folder(folder: str, inputs: tuple[str, ...] = (), *, stream: bool = False) -> Target:
-    """Return the target for ``hf:FOLDER``, a folder with the config.json of a model of
-    transformers, and maybe weights.
+    """Return the target for ``hf:FOLDER``, with a config.json of transformers and maybe weights.
 
     They stay in their files with ``stream``, and where they do not fit into memory.
     """
@@ -100,13 +90,9 @@ def load_folder(folder: str, inputs: tuple[str, ...] = (), *, stream: bool = Fal
             f"transformers cannot read {folder}/config.json: {type_name(error)}: {first_line(message_of(error))}",
             "Check its model_type, or install the release of transformers that it was saved with.",
         ) from None
-    listed = content.get("architectures")
-    architecture = None
-    if isinstance(listed, list) and listed:
-        architecture = listed[0]
-    model_class = None
-    if isinstance(architecture, str) and architecture:
-        model_class = _attribute(transformers, architecture)
+    listed, model_class = content.get("architectures"), None
+    if isinstance(listed, list) and listed and isinstance(listed[0], str) and listed[0]:
+        model_class = _attribute(transformers, listed[0])
     files = sorted(Path(folder).glob("*.safetensors"))
     if files:
         _check_shards(Path(folder))
@@ -116,10 +102,14 @@ def load_folder(folder: str, inputs: tuple[str, ...] = (), *, stream: bool = Fal
     notes: list[str] = []
     if has_weights:
         maker: Any = transformers.AutoModel if model_class is None else model_class
+        # Without a look into the files if that cannot matter
         in_16_bits = sum(file.stat().st_size for file in files) // 2
         if files and (stream or not (fits_memory(in_16_bits) or fits_memory(parameters_in(files)))):
-            model = _streamed_model(maker.from_config if model_class is None else maker, config, files)
-            notes = [STREAMED]
+            make = maker.from_config if model_class is None else maker
+            with unread_weights():
+                model: Any = call_user_code("Making the model without its weights", lambda: make(config))
+            stream_weights(model, files, _renaming(model))
+            model, notes = model.float().eval(), [STREAMED]
         else:
             model, notes = _saved_model(maker, folder)
         code = f"transformers.{maker.__name__}.from_pretrained({folder!r}, dtype=torch.float32)"
@@ -131,22 +121,13 @@ def load_folder(folder: str, inputs: tuple[str, ...] = (), *, stream: bool = Fal
     return target._replace(notes=(*target.notes, *notes), weights="loaded" if has_weights else "random")
 
 
-def _streamed_model(make: Any, config: Any, files: list[Path]) -> nn.Module:
-    """The model in fp32, whose weights stay in ``files``."""
-    with unread_weights():
-        model: Any = call_user_code("Making the model without its weights", lambda: make(config))
-    stream_weights(model, files, _renaming(model))
-    return model.float().eval()  # type: ignore[no-any-return]
-
-
 def _renaming(model: nn.Module) -> Callable[[str], str]:
-    """What transformers calls a weight in ``model`` that has another name in the files; weights
-    that it also converts keep theirs.
-    """
+    """What transformers calls a weight in ``model`` that has another name in the files."""
     try:
         loading = importlib.import_module("transformers.core_model_loading")
         mapping = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
-        only = [each for each in mapping if isinstance(each, loading.WeightRenaming)]
+        # Weights that it also converts keep their names
+        only = [rule for rule in mapping if isinstance(rule, loading.WeightRenaming)]
     except (ImportError, AttributeError):  # before transformers 5, which has fewer of them
         return str
     state = model.state_dict()
@@ -154,11 +135,9 @@ def _renaming(model: nn.Module) -> Callable[[str], str]:
 
 
 def _saved_model(maker: Any, folder: str) -> tuple[nn.Module, list[str]]:
-    """The model with its saved weights, and a note if some are missing; raises :class:`UsageError`
-    if it cannot be loaded.
-    """
+    """The model with its saved weights, and a note if some are missing."""
     try:
-        model, found = maker.from_pretrained(
+        model, info = maker.from_pretrained(
             folder, local_files_only=True, dtype=torch.float32, output_loading_info=True
         )
     except Exception as error:
@@ -166,9 +145,11 @@ def _saved_model(maker: Any, folder: str) -> tuple[nn.Module, list[str]]:
             f"transformers cannot load the weights in {folder}: {type_name(error)}: {first_line(message_of(error))}",
             "Save the model again with save_pretrained, or load it in a Python file, and scan that.",
         ) from None
-    missing = sorted(found["missing_keys"])
-    few = f"{', '.join(missing[:3])}{', …' if len(missing) > 3 else ''}"
-    return model.eval(), [f"{folder} lacks {len(missing)} of the weights ({few}): they are random"] if missing else []
+    missing, notes = sorted(info["missing_keys"]), []
+    if missing:
+        few = f"{', '.join(missing[:3])}{', …' * (len(missing) > 3)}"
+        notes = [f"{folder} lacks {len(missing)} of the weights ({few}): they are random"]
+    return model.eval(), notes
 
 
 def _read_config(folder: str) -> dict[str, Any]:
@@ -181,12 +162,9 @@ def _read_config(folder: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"Cannot read {path}: {first_line(message_of(error))}", "Save the model again.") from None
     if not isinstance(content, dict) or "model_type" not in content:
-        kind = None
-        if isinstance(content, dict):
-            kind = content.get("_class_name")
         what = "it has no model_type"
-        if kind:
-            what = f"it is a configuration of diffusers ({kind})"
+        if isinstance(content, dict) and content.get("_class_name"):
+            what = f"it is a configuration of diffusers ({content['_class_name']})"
         raise UsageError(
             f"{path} is no configuration of transformers: {what}.", "Load the model in a Python file, and scan that."
         )
@@ -206,27 +184,25 @@ def _classes(transformers: Any, name: str) -> tuple[Any, Any]:
     types: dict[str, Any] = transformers.CONFIG_MAPPING
     if name in types:
         return types[name], None
-    found = _attribute(transformers, name)
-    if isinstance(found, type) and issubclass(found, transformers.PreTrainedConfig):
-        return found, None
-    config_class = getattr(found, "config_class", None)
-    if isinstance(found, type) and issubclass(found, nn.Module) and config_class is not None:
-        return config_class, found
-    if found is not None:
+    value = _attribute(transformers, name)
+    if isinstance(value, type) and issubclass(value, transformers.PreTrainedConfig):
+        return value, None
+    config_class = getattr(value, "config_class", None)
+    if isinstance(value, type) and issubclass(value, nn.Module) and config_class is not None:
+        return config_class, value
+    if value is not None:
         raise UsageError(
             f"transformers.{name} is neither a model nor its configuration.",
             "Pass a model type such as bert, a configuration such as BertConfig, or a model such as BertModel.",
         )
-    known = [*types, *(each for each in dir(transformers) if each.endswith(("Config", "Model", "LM")))]
+    names = [*types, *(attribute for attribute in dir(transformers) if attribute.endswith(("Config", "Model", "LM")))]
     raise unknown_name(
-        "transformers", "model", name, known, "Pass a model type such as bert, or a class such as BertModel."
+        "transformers", "model", name, names, "Pass a model type such as bert, or a class such as BertModel."
     )
 
 
 def _attribute(transformers: Any, name: str) -> Any:
-    """An attribute, which is imported on first use; ``None`` if there is none, or what it needs is
-    not installed.
-    """
+    """An attribute, which is imported on first use; ``None`` if there is none."""
     try:
         return getattr(transformers, name, None)
     except Exception as error:
@@ -239,10 +215,11 @@ def _attribute(transformers: Any, name: str) -> Any:
 def _make_config(config_class: Any, values: dict[str, Any]) -> Any:
     name = config_class.__name__
     try:
-        known = config_class()
+        # A configuration accepts any option, so that one with a typing error would have no effect
+        default = config_class()
         for option in values:
-            if not hasattr(known, option):
-                raise unknown_name(name, "option", option, list(known.to_dict()), "See its documentation.")
+            if not hasattr(default, option):
+                raise unknown_name(name, "option", option, list(default.to_dict()), "See its documentation.")
         return config_class(**values)
     except UsageError:
         raise
@@ -254,11 +231,11 @@ def _make_config(config_class: Any, values: dict[str, Any]) -> Any:
 
 
 def _random_model(transformers: Any, model_class: Any, config: Any, what: str) -> tuple[nn.Module, str]:
-    """A model with random weights, after its size was checked on the meta device, and what makes it
-    of ``config``, as code.
-    """
-    make = transformers.AutoModel.from_config if model_class is None else model_class
-    name = "AutoModel.from_config" if model_class is None else model_class.__name__
+    """A model with random weights that fits into memory, and what makes it, as code."""
+    make, name = transformers.AutoModel.from_config, "AutoModel.from_config"
+    if model_class is not None:
+        make, name = model_class, model_class.__name__
+    # Its size, without any memory
     try:
         with torch.device("meta"):
             parameters = sum(parameter.numel() for parameter in make(config).parameters())
@@ -282,9 +259,7 @@ def _target(name: str, model: nn.Module, config: Any, inputs: tuple[str, ...], c
 
 
 def with_labels(target: Target) -> Target:
-    """For training, the target with its tokens as labels too, if it is a language model: it then
-    returns its loss.
-    """
+    """For training, the target with tokens as labels, if it is a language model with a loss."""
     tokens = "decoder_input_ids" if "decoder_input_ids" in target.kwargs else "input_ids"
     make_batch, kind = target.make_batch, type(target.model).__name__
     if not kind.endswith(_LANGUAGE_MODELS) or tokens not in target.kwargs or make_batch is None:
@@ -304,53 +279,48 @@ _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditional
 
 
 def default_inputs(model: nn.Module, config: Any, generator: torch.Generator) -> dict[str, Tensor]:
-    """Random inputs of the names that ``forward`` has, in the sizes of the configuration: text,
-    image, clip, sound.
-    """
+    """Random text, image, clip or sound, by the names of ``forward`` and sizes of ``config``."""
     names = inspect.signature(model.forward).parameters
     main = str(getattr(model, "main_input_name", "input_ids"))
     text, vision = (getattr(config, part, None) or config for part in ("text_config", "vision_config"))
     wanted = {main} | {name for name, parameter in names.items() if parameter.default is parameter.empty}
     if main in ("input_ids", "pixel_values") and hasattr(vision, "image_size"):
-        wanted |= {"pixel_values"} | ({"input_ids"} if vision is not config else set())
+        wanted.add("pixel_values")
+        if vision is not config:  # a model of images and text
+            wanted.add("input_ids")
     if getattr(config, "is_encoder_decoder", False):
         wanted.add("decoder_input_ids")
-    found: dict[str, Tensor] = {}
+    inputs: dict[str, Tensor] = {}
     for name in filter(wanted.__contains__, names):
         if name.endswith("input_ids"):
             positions = int(getattr(text, "max_position_embeddings", None) or 0)
             shape = (1, min(TOKENS, positions) if positions > 0 else TOKENS)  # -1: any number
             vocabulary = int(getattr(text, "vocab_size", None) or 100)
-            found[name] = torch.randint(0, vocabulary, shape, generator=generator)
+            inputs[name] = torch.randint(0, vocabulary, shape, generator=generator)
         elif sizes := _shape(name, vision if name == "pixel_values" else config):
-            found[name] = torch.randn(sizes, generator=generator)
-    if main not in found:
+            inputs[name] = torch.randn(sizes, generator=generator)
+    if main not in inputs:
         variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        needed = [
-            name for name, its in names.items() if name in wanted and name not in found and its.kind not in variadic
-        ]
-        needed = needed or [main]
+        missing = [name for name in names if name in wanted and name not in inputs]
+        needed = [name for name in missing if names[name].kind not in variadic] or [main]
         shapes = " ".join(f"--inputs {name}=SHAPE" for name in needed)
         raise UsageError(
             f"{type(model).__name__} takes {', '.join(map(repr, needed))}, for which there are no default inputs.",
             f"Give the shapes of what it takes, such as 1x32x16: {shapes}",
         )
-    return found
+    return inputs
 
 
 def _shape(name: str, config: Any) -> tuple[int, ...]:
-    """The shape of an input of real numbers, from the configuration of the part that takes it;
-    empty for an unknown name.
-    """
-    if name == "pixel_values":  # an image, or a clip if the configuration has a number of frames
+    """The shape of an input of real numbers, by the configuration; empty for an unknown name."""
+    # An image, or a clip if the configuration has a number of frames
+    if name == "pixel_values":
         size = getattr(config, "image_size", 224)
-        if isinstance(size, (list, tuple)):
-            height, width = size
-        else:
-            height, width = (size, size)
-        frames = getattr(config, "num_frames", None)
-        return (1, *((frames,) if frames else ()), getattr(config, "num_channels", 3), height, width)
-    if name == "input_features":  # of a sound by time, or time by features if their number has another name
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        frames = filter(None, [getattr(config, "num_frames", None)])
+        return (1, *frames, getattr(config, "num_channels", 3), height, width)
+    # Of a sound: features by time, or time by features if their number has another name
+    if name == "input_features":
         for features in ("input_feat_per_channel", "feature_projection_input_dim"):
             if hasattr(config, features):
                 return (1, 4 * TOKENS, getattr(config, features))
@@ -359,5 +329,5 @@ def _shape(name: str, config: Any) -> tuple[int, ...]:
         return ()
     if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):  # a spectrogram
         return (1, config.max_length, config.num_mel_bins)
-    channels = getattr(config, "audio_channels", None)  # a waveform
-    return (1, *((channels,) if channels else ()), SAMPLES)
+    channels = filter(None, [getattr(config, "audio_channels", None)])  # a waveform
+    return (1, *channels, SAMPLES)

@@ -1,6 +1,4 @@
-"""The weights of a model: a state dict loaded from a file, or random ones scaled so that the signal
-reaches the output.
-"""
+"""The weights of a model: loaded from a file, or random ones scaled so that the output is not 0."""
 
 from __future__ import annotations
 
@@ -42,64 +40,63 @@ def load_weights(model: nn.Module, path: str) -> list[str]:
 
     Raises :class:`UsageError` if the file cannot be read, or does not fit the model.
     """
-    found, code = _read(path)
-    if not _is_state(found):
-        states = [key for key, value in found.items() if _is_state(value)]
+    state, code = _read(path)
+    # A file of a training script may hold a state dict beside other values
+    if not _is_state(state):
+        states = [key for key, value in state.items() if _is_state(value)]
         usual = [key for key in _INSIDE if key in states]
         if not usual and len(states) != 1:
             several = f"several state dicts ({', '.join(map(str, states))})"
             what = several if states else "no state dict (tensors by name)"
             raise UsageError(f"{path} holds {what}.", "Save one: torch.save(model.state_dict(), FILE).")
         key = (usual or states)[0]
-        found, code = found[key], [*code[:-1], f"{code[-1]}[{json.dumps(key)}]"]
+        state, code = state[key], [*code[:-1], f"{code[-1]}[{json.dumps(key)}]"]
     expected = model.state_dict(keep_vars=True)
-    found, state = _without_prefixes(found, expected)
-    tied = _check_names(path, expected, {name: tensor.shape for name, tensor in found.items()})
-    model.load_state_dict(found, strict=not tied)
-    return [*code, _loading_code(state, tied)]
+    state, state_code = _without_prefixes(state, expected)
+    tied = _check_names(path, expected, {name: tensor.shape for name, tensor in state.items()})
+    model.load_state_dict(state, strict=not tied)
+    return [*code, _loading_code(state_code, tied)]
 
 
-def _without_prefixes(found: dict[str, Any], expected: Container[str]) -> tuple[dict[str, Any], str]:
-    """``found`` without the prefixes of all its names that none of ``expected`` has, and the code
-    that makes it of ``state``.
-    """
-    names, removed = {name: name for name in found}, ""
+def _without_prefixes(state: dict[str, Any], expected: Container[str]) -> tuple[dict[str, Any], str]:
+    """``state`` without prefixes that no ``expected`` name has, and the code that makes it."""
+    names, removed = {name: name for name in state}, ""
     while not any(name in expected for name in names.values()):
-        prefix = next((one for one in _PREFIXES if all(name.startswith(one) for name in names.values())), None)
+        prefix = next((start for start in _PREFIXES if all(name.startswith(start) for name in names.values())), None)
         if prefix is None:
-            return found, "state"
+            return state, "state"
         names = {old: name.removeprefix(prefix) for old, name in names.items()}
         removed += f'.removeprefix("{prefix}")'
     code = "state"
     if removed:
         code = f"{{name{removed}: value for name, value in state.items()}}"
-    return {name: found[old] for old, name in names.items()}, code
+    return {name: state[old] for old, name in names.items()}, code
 
 
 def _loading_code(state: str, tied: list[str]) -> str:
     return f"model.load_state_dict({state}{', strict=False' if tied else ''})"
 
 
-def _check_names(path: str, expected: Mapping[str, Tensor], found: Mapping[str, Sequence[int]]) -> list[str]:
-    """Raise :class:`UsageError` if ``found``, names and shapes, are not those of the model. Returns
-    names of tied tensors that the file has under another name, as ``safetensors.torch.save_model``
-    writes them.
+def _check_names(path: str, expected: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> list[str]:
+    """Raise :class:`UsageError` if the names and ``shapes`` in the file are not those of the model.
+
+    Returns names of tied tensors that the file has under another name, as ``save_model`` writes.
     """
-    saved = {id(tensor) for name, tensor in expected.items() if name in found}
-    lacking = [name for name in expected if name not in found]
+    saved = {id(tensor) for name, tensor in expected.items() if name in shapes}
+    lacking = [name for name in expected if name not in shapes]
     tied = [name for name in lacking if id(expected[name]) in saved]
     missing = [name for name in lacking if name not in tied]
-    unknown = [name for name in found if name not in expected]
+    unknown = [name for name in shapes if name not in expected]
     other = [
-        f"{name}: {tuple(found[name])} instead of {tuple(tensor.shape)}"
+        f"{name}: {tuple(shapes[name])} instead of {tuple(tensor.shape)}"
         for name, tensor in expected.items()
-        if name in found and not is_lazy(tensor) and tuple(found[name]) != tensor.shape  # a lazy one fits any shape
+        if name in shapes and not is_lazy(tensor) and tuple(shapes[name]) != tensor.shape  # a lazy one fits any shape
     ]
     problems = [
         f"{len(names)} of {total} {what} ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
         for names, total, what in (
             (missing, len(expected), "names of the model are missing in the file"),
-            (unknown, len(found), "names in the file are unknown to the model"),
+            (unknown, len(shapes), "names in the file are unknown to the model"),
             (other, len(expected), "tensors have another shape"),
         )
         if names
@@ -112,11 +109,9 @@ def _check_names(path: str, expected: Mapping[str, Tensor], found: Mapping[str, 
 
 
 def stream_file(model: nn.Module, path: str) -> list[str]:
-    """Let ``model`` read its weights from the ``.safetensors`` file at ``path`` when it uses them;
-    returns code that loads them.
-    """
-    found = {name: saved.shape for name, saved in saved_tensors(Path(path)).items()}
-    tied = _check_names(path, model.state_dict(keep_vars=True), found)
+    """Let ``model`` read weights from a ``.safetensors`` file on use; returns code to load them."""
+    shapes = {name: saved.shape for name, saved in saved_tensors(Path(path)).items()}
+    tied = _check_names(path, model.state_dict(keep_vars=True), shapes)
     stream_weights(model, [Path(path)])
     return [*_safetensors_code(path), _loading_code("state", tied)]
 
@@ -128,19 +123,18 @@ def _safetensors_code(path: str) -> list[str]:
 def _read(path: str) -> tuple[dict[str, Any], list[str]]:
     """What the file holds, and the code that reads it."""
     if not Path(path).is_file():
+        problem = f"No such file: {path}"
         if Path(path).is_dir():
             problem = f"{path} is a folder"
-        else:
-            problem = f"No such file: {path}"
         raise UsageError(f"{problem}.", "Give --weights the path of a saved state dict.")
     advice = "Only weights are loaded. Save them with torch.save(model.state_dict(), FILE), or as .safetensors."
     try:
         if path.endswith(".safetensors"):
             load_file = importlib.import_module("safetensors.torch").load_file
             return load_file(path), _safetensors_code(path)
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True)
         code = [f'state = torch.load({json.dumps(path)}, map_location="cpu", weights_only=True)']
-        return found if isinstance(found, dict) else {}, code
+        return content if isinstance(content, dict) else {}, code
     except ModuleNotFoundError:
         raise UsageError("safetensors is not installed.", "pip install safetensors") from None
     except pickle.UnpicklingError as error:
@@ -159,17 +153,16 @@ def _is_state(value: Any) -> bool:
 
 # -- Random weights, scaled so that the signal neither vanishes nor explodes on its way to the output
 #
-# As in layer-sequential unit-variance initialization (Mishkin and Matas 2016, "All you need is a good init", arXiv:1511.06422), each
-# op that multiplies by a weight is scaled when it first runs, before its result is used; here in one forward pass. Weights that are
-# all zero (the last BatchNorm of a block, LayerScale, heads) are drawn anew first.
+# As in layer-sequential unit-variance initialization (Mishkin and Matas 2016, "All you need is a
+# good init", arXiv:1511.06422), each op that multiplies by a weight is scaled when it first runs,
+# before its result is used; here in one forward pass. Weights that are all zero (the last BatchNorm
+# of a block, LayerScale, heads) are drawn anew first.
 #
-# Only ops whose result is out of bounds are scaled, and not to unit variance: there, the errors of 16 bits are larger than with the
-# models' own weights (reports/results.md).
+# Only ops whose result is out of bounds are scaled, and not to unit variance: there, the errors of
+# 16 bits are larger than with the models' own weights (reports/results.md).
 
 SMALLEST, TARGET, LARGEST = 1 / 64, 1 / 8, 4.0
-"""A layer whose output has a root mean square out of these bounds is scaled, so that it is the
-target.
-"""
+"""A layer whose output has a root mean square out of these bounds is scaled to the target."""
 
 
 class _Roles(NamedTuple):
@@ -198,23 +191,25 @@ _FACTORS = {
 
 
 def scale_weights(target: Target, seed: int, output_rms: float) -> Target:
-    """Scale the weights of ``target.model`` in place by one call on its inputs; the result has a
-    note that says so, and what the root mean square of the output was.
+    """Scale the weights of ``target.model`` in place by one call on its inputs, with a note.
 
-    ``seed`` draws the weights that are zero. Nothing else of the model, the inputs, or the
-    generators changes. Raises :class:`UsageError` if the call fails.
+    The note says what the root mean square of the output was; ``seed`` draws the weights that are
+    zero. Nothing else changes. Raises :class:`UsageError` if the call fails.
     """
     scaler, snapshot = _Scaler(target.model, seed), Snapshot(target.model, target.inputs)
     threads, fast = torch.get_num_threads(), torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # it is one op with the weights of several layers
-    torch.set_num_threads(1)  # each process that loads the model scales it, and sums of several threads may differ
+    # The fast path is one op with the weights of several layers
+    torch.backends.mha.set_fastpath_enabled(False)
+    # Each process that loads the model scales it, and sums of several threads may differ
+    torch.set_num_threads(1)
     try:
-        args, kwargs = (map_tensors(given, lambda tensor: tensor.detach().clone()) for given in target.inputs)
+        args, kwargs = (map_tensors(part, lambda tensor: tensor.detach().clone()) for part in target.inputs)
         with torch.no_grad(), scaler:
             call_model(target.model, args, kwargs)
     except Exception as error:
+        why = f"{type_name(error)}: {first_line(message_of(error))}"
         raise UsageError(
-            f"The weights could not be scaled, since the model fails: {type_name(error)}: {first_line(message_of(error))}",
+            f"The weights could not be scaled, since the model fails: {why}",
             "Give trained weights with --weights, or other inputs with --inputs.",
         ) from None
     finally:
@@ -228,8 +223,8 @@ def scale_weights(target: Target, seed: int, output_rms: float) -> Target:
     if scaler.redrawn:
         redrawn = f", {counted(scaler.redrawn, 'weight')} of zeros drawn anew"
     note = (
-        f"random weights of {scaler.scaled} of {counted(scaler.layers, 'layer')} were scaled{redrawn}: with the initial ones the output "
-        f"is {output_rms:.0e} (rms); all figures are those of the scaled weights"
+        f"random weights of {scaler.scaled} of {counted(scaler.layers, 'layer')} were scaled{redrawn}: with the "
+        f"initial ones the output is {output_rms:.0e} (rms); all figures are those of the scaled weights"
     )
     return target._replace(weights="scaled", notes=(*target.notes, note), setup=setup)
 
@@ -246,18 +241,17 @@ class _Scaler(DispatchMode):
             for parameter in model.parameters()
             if parameter.layout == torch.strided and parameter.is_floating_point() and parameter.numel()
         }
+        # The elements that were scaled, by storage: a weight keeps the scale of its first use
         self._done: dict[int, list[range]] = {}
-        """The elements that were scaled, by storage: a weight that is used again keeps the scale of
-        its first use.
-        """
 
     def handle(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
         """Run the op; if it multiplies by weights that are new, scale them and the result."""
         name = func._schema.name.removeprefix("aten::")
-        found = self._factors(name, args)
-        if not found:
+        factors = self._factors(name, args)
+        if not factors:
             return run_op(func, args, kwargs, keys)
-        weight = found[0]
+        # Weights that are all zero
+        weight = factors[0]
         is_new = not bool(weight.count_nonzero())
         if is_new:
             self.redrawn += 1
@@ -266,26 +260,22 @@ class _Scaler(DispatchMode):
             else:
                 weight.copy_(torch.randn(weight.shape, generator=self._generator))
         result = run_op(func, args, kwargs, keys)
-        output = result
-        if not isinstance(result, Tensor):
-            output = result[0]
-        size = 0.0
+        output = result if isinstance(result, Tensor) else result[0]
+        rms = 0.0
         if output.numel() and output.is_floating_point():
-            size = float(torch.linalg.vector_norm(output, dtype=torch.float64)) / math.sqrt(output.numel())
-        if size and math.isfinite(size):
+            rms = float(torch.linalg.vector_norm(output, dtype=torch.float64)) / math.sqrt(output.numel())
+        if rms and math.isfinite(rms):
             self.layers += 1
-            for tensor in found:
+            for tensor in factors:
                 self._done.setdefault(tensor.untyped_storage().data_ptr(), []).append(_elements(tensor))
-            if not SMALLEST <= size <= LARGEST or (is_new and name in _PRODUCTS):
+            if not SMALLEST <= rms <= LARGEST or (is_new and name in _PRODUCTS):
                 self.scaled += 1
-                for tensor in (*found, output):
-                    tensor.mul_(TARGET / size)
+                for tensor in (*factors, output):
+                    tensor.mul_(TARGET / rms)
         return result
 
     def _factors(self, name: str, args: tuple[Any, ...]) -> list[Tensor]:
-        """The weight, and the bias if there is one, that the result of an op is proportional to;
-        empty if it is not.
-        """
+        """The weight, and the bias if any, that the result of an op is proportional to."""
         roles = _PRODUCTS.get(name) or _FACTORS.get(name)
         if roles is None:
             return []
@@ -293,11 +283,10 @@ class _Scaler(DispatchMode):
         weights = [operand for operand in operands if self._is_weight(operand)]
         if len(weights) != 1 or (name in ("mul", "mul_") and not _is_per_channel(weights[0], operands)):
             return []
-        bias = None
-        if roles.bias is not None and roles.bias < len(args):
-            bias = args[roles.bias]
-        found = [*weights, *([bias] if isinstance(bias, Tensor) else [])]
-        return found if all(self._is_weight(each) and not self._is_done(each) for each in found) else []
+        factors = list(weights)
+        if roles.bias is not None and roles.bias < len(args) and isinstance(args[roles.bias], Tensor):
+            factors.append(args[roles.bias])
+        return factors if all(self._is_weight(tensor) and not self._is_done(tensor) for tensor in factors) else []
 
     def _is_weight(self, value: Any) -> bool:
         if not isinstance(value, Tensor) or value.layout != torch.strided or not value.is_floating_point():
@@ -306,15 +295,13 @@ class _Scaler(DispatchMode):
         return not overlaps and value.untyped_storage().data_ptr() in self._weights
 
     def _is_done(self, tensor: Tensor) -> bool:
-        mine = _elements(tensor)
-        known = self._done.get(tensor.untyped_storage().data_ptr(), [])
-        return any(mine.start < other.stop and other.start < mine.stop for other in known)
+        elements = _elements(tensor)
+        done = self._done.get(tensor.untyped_storage().data_ptr(), [])
+        return any(elements.start < other.stop and other.start < elements.stop for other in done)
 
 
 def _is_per_channel(weight: Tensor, operands: list[Any]) -> bool:
-    """Whether a product of two tensors is that of an activation with a factor for each channel, as
-    LayerScale is.
-    """
+    """Whether a product multiplies each channel of an activation by a factor, as LayerScale."""
     others = [operand for operand in operands if operand is not weight and isinstance(operand, Tensor)]
     return len(others) == 1 and weight.numel() == max(weight.shape, default=1) and others[0].numel() > weight.numel()
 

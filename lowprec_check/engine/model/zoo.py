@@ -33,19 +33,20 @@ def import_zoo(package: str) -> Any:
 
 
 def unknown_name(owner: str, noun: str, name: str, names: Sequence[str], hint: str) -> UsageError:
-    """The error for a model or option that its ``owner`` does not have; it suggests similar names."""
-    near = difflib.get_close_matches(name, names, 3) or [known for known in names if name and name in known][:3]
-    return UsageError(f"{owner} has no {noun} {name!r}.", f"Did you mean {', '.join(near)}?" if near else hint)
+    """The error for a model or option that ``owner`` does not have; it suggests similar names."""
+    near = difflib.get_close_matches(name, names, 3) or [other for other in names if name and name in other][:3]
+    if near:
+        hint = f"Did you mean {', '.join(near)}?"
+    return UsageError(f"{owner} has no {noun} {name!r}.", hint)
 
 
 def check_memory(what: str, parameters: int, hint: str) -> None:
-    """Raise :class:`UsageError` if a model of so many parameters does not fit into the free memory
-    of this machine.
-    """
+    """Raise :class:`UsageError` if a model of so many parameters does not fit into free memory."""
     if not fits_memory(parameters):
+        needed, free = _BYTES * parameters / 2**30, psutil.virtual_memory().available / 2**30
         raise UsageError(
-            f"{what} has {parameters / 1e9:.1f} billion parameters: a scan needs about {_BYTES * parameters / 2**30:.0f} GiB of memory, "
-            f"and {psutil.virtual_memory().available / 2**30:.0f} GiB are free.",
+            f"{what} has {parameters / 1e9:.1f} billion parameters: a scan needs about {needed:.0f} GiB of memory, "
+            f"and {free:.0f} GiB are free.",
             hint,
         )
 
@@ -60,13 +61,11 @@ def fits_memory(parameters: int) -> bool:
 
 
 def zoo_target(name: str, model: nn.Module, make_batch: Callable[[int], Any], code: str, *, asked: bool) -> Target:
-    """The target for a model by name with random weights; ``code`` makes the model, ``asked`` is
-    whether the user gave the inputs.
-    """
-    given = make_batch(0)
-    setup = (f"import {code.partition('.')[0]}", f"model = {code}.eval()", f"inputs = {inputs_code(given)}")
+    """The target for a model that ``code`` makes; ``asked`` is whether the user gave the inputs."""
+    inputs = make_batch(0)
+    setup = (f"import {code.partition('.')[0]}", f"model = {code}.eval()", f"inputs = {inputs_code(inputs)}")
     return unchecked_target(
-        model, given, name=name, make_batch=make_batch, setup=setup, default_inputs=not asked, weights="random"
+        model, inputs, name=name, make_batch=make_batch, setup=setup, default_inputs=not asked, weights="random"
     )
 
 
@@ -74,9 +73,7 @@ def zoo_target(name: str, model: nn.Module, make_batch: Callable[[int], Any], co
 
 
 def import_torchvision() -> Any:
-    """torchvision, with replacements for compiled ops that cannot be loaded; raises
-    :class:`UsageError` if it is not installed.
-    """
+    """torchvision, with replacements for compiled ops that do not load; see :func:`import_zoo`."""
     with torchvision_ops.torchvision_works():
         return import_zoo("torchvision")
 
@@ -97,9 +94,12 @@ def load_torchvision(name: str, inputs: tuple[str, ...] = ()) -> Target:
         asked = parse_inputs(inputs, seed=index)
         if not is_detector:
             return asked
-        tensors = [asked] if isinstance(asked, Tensor) else asked.values() if isinstance(asked, dict) else asked
-        # a detector takes a list of images; a batch is several
-        return ([image for tensor in tensors for image in (tensor.unbind() if tensor.dim() == 4 else [tensor])],)
+        if isinstance(asked, Tensor):
+            asked = [asked]
+        elif isinstance(asked, dict):
+            asked = asked.values()
+        # A detector takes a list of images; a batch is several
+        return ([image for tensor in asked for image in (tensor.unbind() if tensor.dim() == 4 else [tensor])],)
 
     options: dict[str, Any] = {"weights": None}  # no download, and no slow initialization (up to a minute)
     if "weights_backbone" in models.get_model_builder(name).__annotations__:
@@ -109,6 +109,7 @@ def load_torchvision(name: str, inputs: tuple[str, ...] = ()) -> Target:
     if is_detector and not name.startswith("ssd"):  # it would enlarge its images to at least 800 pixels
         side = max(max(image.shape[-2:]) for image in make_batch(0)[0])
         options |= {"min_size": side, "max_size": side}
+    # The same weights in each process that loads the model
     torch.manual_seed(0)
     model = models.get_model(name, **options).eval()
     arguments = "".join(f", {option}={value!r}" for option, value in options.items())
@@ -122,9 +123,7 @@ def kind_of(models: Any, name: str) -> str:
 
 
 def default_inputs(models: Any, name: str, *, seed: int = 0) -> Any:
-    """Random inputs of the usual size for the model: an image, a clip, a pair or a list of images;
-    seeded.
-    """
+    """Seeded inputs of the usual size for the model: an image, a clip, a pair or list of images."""
     generator = torch.Generator().manual_seed(seed)
     kind = kind_of(models, name)
     if kind == "detection":
@@ -144,9 +143,7 @@ def default_inputs(models: Any, name: str, *, seed: int = 0) -> Any:
 
 
 def load_timm(name: str, inputs: tuple[str, ...] = ()) -> Target:
-    """Return the target for ``timm:name``, in eval mode, seed 0, with an image of the model's usual
-    size.
-    """
+    """Return the target for ``timm:name``, in eval mode, seed 0, with an image of usual size."""
     timm = import_zoo("timm")
     if not timm.is_model(name):
         raise unknown_name("timm", "model", name, timm.list_models(), "timm.list_models() returns all names.")
