@@ -191,7 +191,7 @@ _FACTORS = {
 
 
 def scale_weights(target: Target, seed: int, output_rms: float) -> Target:
-    """Scale the weights of ``target.model`` in place by one call on its inputs, with a note.
+    """Scale the weights of ``target.model`` in place by a call on its inputs, with a note.
 
     The note says what the root mean square of the output was; ``seed`` draws the weights that are
     zero. Nothing else changes. Raises :class:`UsageError` if the call fails.
