@@ -80,8 +80,7 @@ def load_target(
 
     ``inputs`` are shapes (``1x3x224x224``, ``ids=1x128:int64``) that replace the inputs of the
     file; ``weights`` is a file with a state dict; ``arguments`` are those of a script, of whose
-    training ``steps`` steps are observed; with ``stream``, weights stay in their files. Raises
-    :class:`UsageError` for everything the user can fix.
+    training ``steps`` steps are observed; with ``stream``, weights stay in their files.
     """
     zoo, _, name = spec.partition(":")
     if zoo in ZOOS and not name:

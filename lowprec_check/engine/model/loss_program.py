@@ -58,9 +58,9 @@ class _Step:
 class Program:
     """The calls of models and functions that lead from ``trained`` weights to losses of ``plan``.
 
-    Raises :class:`UnrepeatableError`. ``copies`` are of tensors that were changed in place after
-    they were read. What models read besides, and what is drawn at random, is an input; what
-    functions compute of labels is computed again, in each precision.
+    Raises :class:`UnrepeatableError`. ``copies`` are of tensors that were changed in place later.
+    What models read besides, and what is drawn at random, is an input; what functions compute of
+    labels is computed again, in each precision.
     """
 
     def __init__(
@@ -82,7 +82,9 @@ class Program:
         dependent, depends = set(trained), []
         for node in nodes:
             is_model = isinstance(node.call, nn.Module)
-            calls_trained = is_model and any(id(p) in trained for p in node.call.parameters())  # type: ignore[attr-defined]
+            calls_trained = False
+            if isinstance(node.call, nn.Module):
+                calls_trained = any(id(parameter) in trained for parameter in node.call.parameters())
             is_data = is_model and not node.has_gradients and bool(node.written() & data)
             depends.append(not is_data and (calls_trained or any(id(tensor) in dependent for tensor in node.reads)))
             if depends[-1]:
@@ -202,7 +204,16 @@ class Program:
         # Programs of equal form can share the code of a step, and differ in their inputs only
         self.loss_keys = [[self._key(loss) for loss in phase.losses] for phase in self.plan]
         plan = [(phase.clears, len(phase.losses), phase.steps) for phase in self.plan]
-        self.form = repr((plan, [self._form_of(step) for step in self._steps]))
+        order = {id(tensor): number for number, tensor in enumerate(self._keys.values())}
+        forms = []
+        for step in self._steps:
+            arguments = map_tensors((step.args, step.kwargs), lambda tensor: order[id(tensor)])
+            called = step.model
+            if called is None:
+                called = getattr(step.node.call, "__qualname__", step.node.name)
+            forms.append((called, step.phase, arguments))
+        self.form = repr((plan, forms))
+        """What two programs have in common if they differ by their tensors only."""
         return inputs
 
     def release(self) -> None:
@@ -219,14 +230,6 @@ class Program:
 
     def _key(self, tensor: Tensor) -> int:
         return id(self._placeholder(tensor))
-
-    def _form_of(self, step: _Step) -> Any:
-        """What two programs have in common if they differ by their tensors only."""
-        order = {id(tensor): number for number, tensor in enumerate(self._keys.values())}
-        what = step.model
-        if what is None:
-            what = getattr(step.node.call, "__qualname__", step.node.name)
-        return what, step.phase, map_tensors((step.args, step.kwargs), lambda tensor: order[id(tensor)])
 
     def run(
         self,

@@ -257,10 +257,7 @@ class ObservedSteps:
             yield f"{node.line} makes a number of what the model computes ({node.name}): {whose}"
 
     def training(self, script: str) -> ObservedTraining | None:
-        """What a scan trains, after a check of the first step; ``None`` without any gradients.
-
-        Raises :class:`UsageError` if no step can be made as the script makes it.
-        """
+        """What a scan trains, after a check of the first step; ``None`` without any gradients."""
         try:
             if self.problem is None and not self.steps and not self.has_gradients:
                 return None

@@ -39,9 +39,8 @@ class Clip(NamedTuple):
 class OptimizerLike:
     """Makes optimizers with the class and parameter groups of ``given``, the user's of ``model``.
 
-    A scheduler may have set a learning rate for its first step, such as 0 for a warm-up: the one
-    before it is used, unless ``schedule`` has the settings of each step. ``state`` is that before
-    the first step, by number.
+    A scheduler may have set a rate for its first step, such as 0 for a warm-up: it is left out,
+    unless ``schedule`` has the settings of each step. ``state`` is that before the first step.
     """
 
     def __init__(
@@ -64,7 +63,11 @@ class OptimizerLike:
         self._groups = [[position[id(p)] for p in group["params"] if id(p) in position] for group in groups]
         self.schedule = list(schedule)
         if not schedule:
-            self.schedule = [[_without_warmup(settings) for settings in settings_of(given)]]
+            self.schedule = [settings_of(given)]
+            for settings in self.schedule[0]:  # as they are after a warm-up
+                rate = settings.pop("initial_lr", settings.get("lr"))
+                if rate is not None:
+                    settings["lr"] = rate
         # Arguments without a default value, which the class needs besides the groups
         needed = [name for name, parameter in parameters_of(self._kind).items() if _is_needed(parameter)]
         self._needed = {name: given.defaults[name] for name in needed if name in given.defaults}
@@ -179,12 +182,6 @@ def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
         copy.deepcopy({name: value for name, value in group.items() if name not in ("params", "param_names")})
         for group in optimizer.param_groups
     ]
-
-
-def _without_warmup(settings: dict[str, Any]) -> dict[str, Any]:
-    settings = dict(settings)
-    rate = settings.pop("initial_lr", settings.get("lr"))
-    return settings if rate is None else settings | {"lr": rate}
 
 
 def _is_needed(parameter: Any) -> bool:

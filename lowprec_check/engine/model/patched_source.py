@@ -24,7 +24,8 @@ def use_sources(texts: Mapping[str, str], rewrite: Rewrite | None = None) -> Non
     _texts.update(texts)
     _rewrites[:] = filter(None, [rewrite])
     # Every import goes through this method, also those of other modules of the user's
-    importlib.machinery.SourceFileLoader.get_code = _get_code if texts else _unpatched  # type: ignore[method-assign, assignment]
+    loader: Any = importlib.machinery.SourceFileLoader
+    loader.get_code = _get_code if texts else _unpatched
     for path, text in texts.items():  # where inspect and TorchScript find it
         linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
 

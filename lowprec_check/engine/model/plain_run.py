@@ -120,10 +120,7 @@ class PlainCalls:
     def run(
         self, *, seconds: float, too_slow: float = math.inf, hopeless: float = math.inf, until_failed: bool = False
     ) -> PlainResult:
-        """Call the model :data:`COMPARED_CALLS` times, or within the limits of :class:`CallTimes`.
-
-        A call that raises is the last one; with ``until_failed``, one whose output fails, too.
-        """
+        """Call the model :data:`COMPARED_CALLS` times, within limits and until a call raises."""
         seed_everything(self._seed)
         before, frames = generator_states(), compiled_frames()
         most = len(self._made) or (COMPARED_CALLS if self._references is None else len(self._references))

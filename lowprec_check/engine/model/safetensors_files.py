@@ -98,20 +98,18 @@ class Saved(NamedTuple):
                 os.posix_fadvise(file.fileno(), self.start, self.nbytes, os.POSIX_FADV_DONTNEED)
 
 
-def _mapped(descriptor: int) -> mmap.mmap:
-    """The file in memory, to which a model may write without changing the file."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # this system sets all aside
-            flags, rights = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
-            return mmap.mmap(descriptor, 0, flags=flags, prot=rights)
-    return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
-
-
 def saved_tensors(path: Path) -> dict[str, Saved]:
     """The tensors in a file of safetensors, by name; raises :class:`UsageError` if it is none."""
     try:
         with path.open("rb") as file:
-            mapped = _mapped(file.fileno())
+            mapped = None
+            # Private, so that a model that writes to a weight neither ends nor changes the file
+            if sys.platform == "linux":
+                flags, rights = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+                with contextlib.suppress(OSError):  # this system sets memory aside for all writes
+                    mapped = mmap.mmap(file.fileno(), 0, flags=flags, prot=rights)
+            if mapped is None:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         begin = _LENGTH + int.from_bytes(mapped[:_LENGTH], "little")
         header = json.loads(mapped[_LENGTH:begin])
         tensors = {}

@@ -28,10 +28,7 @@ Weights = list[tuple[Tensor, Tensor]]
 
 
 def made_steps(path: Path, arguments: tuple[str, ...], steps: int, seed: int, *, fp32: bool) -> StepWatch:
-    """Run a script for so many steps; with ``fp32``, without its autocast and its ``GradScaler``.
-
-    Raises :class:`~lowprec_check.errors.UsageError` if it fails before.
-    """
+    """Run a script for so many steps; with ``fp32``, without its autocast and ``GradScaler``."""
     seed_everything(seed)
     watch, argv, sys.argv = StepWatch(steps, fp32=fp32), sys.argv, [str(path), *arguments]
     try:

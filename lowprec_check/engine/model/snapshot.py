@@ -28,9 +28,8 @@ class Snapshot:
     """The state of a model, and the global state that a run may change, to restore repeatedly.
 
     Parameters keep their storage; their values are saved only if ``parameters`` is true, because
-    few models write to them. Buffers and everything else that modules, their hooks and methods, and
-    the objects in ``inputs`` refer to are restored by value, in place. Gradients are removed until
-    :meth:`restore`, because a cast would cast them too.
+    few models write to them. All else that modules, their hooks and methods, and ``inputs`` refer
+    to is restored by value, in place. Gradients are removed until then: a cast would cast them.
     """
 
     def __init__(self, model: nn.Module, inputs: Iterable[Any] = (), *, parameters: bool = False) -> None:
@@ -270,11 +269,8 @@ def _is_of_torch(module: str) -> bool:
 
 
 def _is_added(name: str, item: Any) -> bool:
-    """Whether an attribute of a class of torch is a method that an installed package has added.
-
-    ``transformers`` adds ``smart_apply`` to ``nn.Module``: from it, every model would reach all
-    that ``transformers`` defines.
-    """
+    """Whether an attribute of a class of torch is a method that an installed package has added."""
+    # From `nn.Module.smart_apply`, every model would reach all that `transformers` defines
     return (
         issubclass(type(item), types.FunctionType)
         and name != "forward"

@@ -69,7 +69,9 @@ class Unread(Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Cast, move or copy it; anything else is an error, but for a module that is being made."""
         if not cls.making and func not in _CASTS:
             raise RuntimeError(f"{func} got {NOT_READ}")
@@ -364,11 +366,11 @@ def parameters_in(files: Iterable[Path]) -> int:
 def stream_weights(model: nn.Module, files: Iterable[Path], rename: Callable[[str], str] = str) -> None:
     """Let ``model``, made under :func:`unread_weights`, read its weights from ``files``.
 
-    Buffers are read at once. ``rename`` gives the name in the model for one in the files. Raises
-    :class:`UsageError` if weights are missing.
+    Buffers are read at once. ``rename`` gives the name in the model for one in the files.
     """
     named = {rename(name): tensor for file in files for name, tensor in saved_tensors(file).items()}
     state: dict[str, Tensor] = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers()])
+    # Tied weights have several names, and one of them in the files
     other = [name for name, tensor in named.items() if name in state and state[name].shape != tensor.shape]
     same: dict[int, str] = {id(tensor): name for name, tensor in state.items() if name in named}
     missing = [name for name, tensor in state.items() if is_unread(tensor) and id(tensor) not in same]

@@ -112,10 +112,7 @@ class Target(NamedTuple):
         return (*self.inputs, self.loss if self.observed is None else None)
 
     def calibration(self) -> Iterator[Call]:
-        """Yield inputs to calibrate a quantized model on: of ``calibration()``, else the inputs.
-
-        Raises :class:`UsageError` if a batch is not like the inputs, or if there is none.
-        """
+        """Yield inputs to calibrate a quantized model on: of ``calibration()``, else the inputs."""
         if self.calibrate is None:
             yield self.first_inputs or self.inputs
             return
@@ -191,10 +188,7 @@ class Target(NamedTuple):
 
 
 def make_target(model: nn.Module, inputs: Any, *, calibration: Any = None, **functions: Any) -> Target:
-    """A target of the API, from a model, inputs, and ``functions`` that a file may define.
-
-    Raises :class:`UsageError` if it cannot be scanned.
-    """
+    """A target of the API, from a model, inputs, and ``functions`` that a file may define."""
     make_batch = BatchMaker.of(inputs)
     first = inputs
     if make_batch is not None:
@@ -217,9 +211,8 @@ def unchecked_target(
 ) -> Target:
     """A target from a model and inputs, of which a batch is taken; :func:`check` it before use.
 
-    ``source`` is the line of the user's own code that makes the model, if it is known; else that of
-    its class counts, with ``made_at``, the line of the user's own code that leads to it, if the
-    class is not the user's. ``fields`` are further ones of :class:`Target`.
+    ``source`` is the user's own line that makes the model; if unknown, that of its class counts,
+    with the user's line ``made_at`` for a class of others. ``fields`` are those of :class:`Target`.
     """
     forward = forward_of(model)
     batch = take_batch(given, forward)

@@ -138,10 +138,7 @@ def nms(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
 
 
 def roi_align(input: Tensor, rois: Tensor, *options: Any) -> Tensor:
-    """Features (K, C, height, width) of regions ``rois`` (K, 5) of ``input`` (N, C, H, W).
-
-    Runs torchvision's own Python implementation, in fp32, fp64 or fp16.
-    """
+    """Features (K, C, height, width) of ``rois`` (K, 5) in ``input`` (N, C, H, W), not in bf16."""
     if input.dtype != rois.dtype:
         raise RuntimeError("input should have the same type as rois")
     _raise_if_unsupported(input, "roi_align_forward_kernel", torch.bfloat16)

@@ -117,8 +117,7 @@ def import_name(name: str, names: Definitions) -> UserModule:
 def run_script(path: Path, package: str | None = None, steps: int = 0, observer: Observer | None = None) -> UserModule:
     """Run the file as a script, up to where :func:`import_file` or the ``observer`` leaves it.
 
-    ``package`` is what its relative imports refer to, as in ``python -m package.script``. Raises
-    :class:`UsageError` with the user's line if the script fails before.
+    ``package`` is what its relative imports refer to, as in ``python -m package.script``.
     """
     module = types.ModuleType("__main__")
     module.__file__, module.__package__ = os.path.abspath(path), package or None

@@ -36,10 +36,7 @@ _PREFIXES = ("module.", "_orig_mod.", "model.")
 
 
 def load_weights(model: nn.Module, path: str) -> list[str]:
-    """Load the state dict in ``path`` into ``model``, and return the code that does it.
-
-    Raises :class:`UsageError` if the file cannot be read, or does not fit the model.
-    """
+    """Load the state dict in ``path`` into ``model``, and return the code that does it."""
     state, code = _read(path)
     # A file of a training script may hold a state dict beside other values
     if not _is_state(state):
@@ -78,10 +75,7 @@ def _loading_code(state: str, tied: list[str]) -> str:
 
 
 def _check_names(path: str, expected: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> list[str]:
-    """Raise :class:`UsageError` if the names and ``shapes`` in the file are not those of the model.
-
-    Returns names of tied tensors that the file has under another name, as ``save_model`` writes.
-    """
+    """The names of tied tensors that the file has under others; raises if ``shapes`` do not fit."""
     saved = {id(tensor) for name, tensor in expected.items() if name in shapes}
     lacking = [name for name in expected if name not in shapes]
     tied = [name for name in lacking if id(expected[name]) in saved]
@@ -151,7 +145,7 @@ def _is_state(value: Any) -> bool:
     return isinstance(value, Mapping) and bool(value) and all(isinstance(item, Tensor) for item in value.values())
 
 
-# -- Random weights, scaled so that the signal neither vanishes nor explodes on its way to the output
+# -- Random weights, scaled so that the signal neither vanishes nor explodes on the way
 #
 # As in layer-sequential unit-variance initialization (Mishkin and Matas 2016, "All you need is a
 # good init", arXiv:1511.06422), each op that multiplies by a weight is scaled when it first runs,

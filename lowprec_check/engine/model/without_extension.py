@@ -93,11 +93,9 @@ class LeftOut:
 
 @contextlib.contextmanager
 def without_extension() -> Iterator[LeftOut]:
-    """In this context, the user's code that imports the extension gets a module in its place.
-
-    Not if it was imported before. Where the extension cannot be imported, code that expects that
-    (in a ``try``, or by ``importlib.util.find_spec``) finds none.
-    """
+    """In this context, the user's code gets a module in place of the extension, if it needs it."""
+    # Not if it was imported before. Where the extension cannot be imported, code that expects that
+    # (in a `try`, or by `importlib.util.find_spec`) finds none
     left_out = LeftOut()
     if _MODULE in sys.modules:
         yield left_out
