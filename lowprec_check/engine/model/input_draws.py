@@ -85,9 +85,7 @@ def _tensors(call: Call) -> list[Tensor]:
 
 def _form(call: Call) -> list[object]:
     """What inputs have in common: places, shapes and dtypes of tensors, values of numbers."""
-    tensors = {
-        path: (tensor.shape, tensor.dtype, tensor.layout) for path, tensor in leaves(call) if not tensor.is_nested
-    }
+    tensors = {path: (value.shape, value.dtype, value.layout) for path, value in leaves(call) if not value.is_nested}
     return [tensors, {path: leaf.tolist() for path, leaf in leaves(call, numbers=True) if path not in tensors}]
 
 

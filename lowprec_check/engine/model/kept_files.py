@@ -59,7 +59,6 @@ class KeptFiles(contextlib.ExitStack):
         return (f"the file writes to or removes {', '.join(names[:3])}{more}, which the scan left as they are",)
 
     def __enter__(self) -> KeptFiles:
-        """Replace the functions that change files."""
         # Files that the user's code makes from now on are to have a later time than existing ones
         self._since = _time_of_files()
         deadline = system.monotonic() + _TICK_SECONDS

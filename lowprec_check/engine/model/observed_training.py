@@ -335,10 +335,8 @@ class ObservedSteps:
                         # Accelerators may add in another order
                         rounding = 0.0 if computed.device.type == "cpu" else 1e-4
                         if not torch.allclose(computed, value, rtol=rounding, atol=0, equal_nan=True):
-                            differs = f"is {computed.item():g}, not {value.item():g}"
-                            raise UnrepeatableError(
-                                f"computed again from the same batch, the loss at {loss.line} {differs}"
-                            )
+                            what = f"the loss at {loss.line} is {computed.item():g}, not {value.item():g}"
+                            raise UnrepeatableError(f"computed again from the same batch, {what}")
                     (sum_of(losses) * scale).backward()
                     for index in phase.steps:
                         for parameter in own[index]:

@@ -45,9 +45,8 @@ class RestOfCode:
         """Whether it is in a file of the user's own."""
         self.function = function
         """The definition of the function; ``None`` for a file and for a comprehension."""
-        self.arguments = [
-            self._locals.get(name) for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        ]
+        count = code.co_argcount + code.co_kwonlyargcount
+        self.arguments = [self._locals.get(name) for name in code.co_varnames[:count]]
         """The values of its parameters now."""
         self.current: ast.stmt | None = None
         """The innermost statement that is running."""

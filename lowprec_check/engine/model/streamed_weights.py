@@ -92,7 +92,6 @@ class Unread(Tensor):
         return tree_map_only(Tensor, lambda tensor: Unread(tensor, device), out)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Its shape and dtype."""
         return f"Unread({tuple(self.shape)}, {self.dtype})"
 
 

@@ -108,10 +108,8 @@ def _described(value: Any) -> SeenValue:
     if isinstance(value, nn.Module):
         name, weight = next(((n, p) for n, p in value.named_parameters() if p.is_floating_point()), ("", None))
         dtypes, buffers = () if weight is None else (str(weight.dtype)[6:],), tuple(n for n, _ in value.named_buffers())
-        of_torch = type(value).__module__.startswith("torch.")
-        return SeenValue(
-            kind="module", name=name, dtypes=dtypes, parts=buffers, of_torch=of_torch, training=value.training
-        )
+        native, training = type(value).__module__.startswith("torch."), value.training
+        return SeenValue(kind="module", name=name, dtypes=dtypes, parts=buffers, of_torch=native, training=training)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         fits = isinstance(value, float) or abs(value) < 2**63
         return SeenValue(kind="number", number=float(value) if fits and math.isfinite(value) else None)

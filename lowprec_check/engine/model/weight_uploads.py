@@ -30,7 +30,6 @@ class WeightUploads:
         self._coming: dict[str, tuple[Tensor, list[Future[None]]]] = {}
 
     def __contains__(self, name: str) -> bool:
-        """Whether a weight was started and not taken."""
         return name in self._coming
 
     @property
