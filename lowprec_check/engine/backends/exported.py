@@ -138,6 +138,7 @@ class GraphBackend(Backend):
             raise UsageError(
                 f"A call of the model changes {names}; in {self.title} it would not.", "Use another backend."
             )
+        # Whether it draws random numbers: called once, without a trace in the generators.
         with kept_generators():
             before = generator_states()
             with contextlib.suppress(Exception):  # torch may lack a kernel
@@ -164,17 +165,19 @@ def gaps_at(program: Any, ops: Iterable[str], kind: GapKind, message: str, dtype
     """A gap for each place in a graph that calls one of ``ops`` on tensors of ``dtype``."""
     from lowprec_check.engine.core.source_location import lines_of_trace
 
+    # Ops that the graph has as they are, then those that it has only after decomposition.
     wanted, calls = set(ops), Counter[tuple[str, str, Any, tuple[str, ...]]]()
     for decomposed in (False, True):
         for node in (program.run_decompositions() if decomposed and wanted else program).graph.nodes:
             if str(node.target) in wanted:
                 module = list((node.meta.get("nn_module_stack") or {"": ("",)}).values())[-1][0].partition(".")[2]
-                given = (getattr(each.meta.get("val"), "dtype", None) for each in node.all_input_nodes)
-                floats = (each for each in given if each and (each.is_floating_point or each.is_complex))
+                input_dtypes = (getattr(each.meta.get("val"), "dtype", None) for each in node.all_input_nodes)
+                floats = (each for each in input_dtypes if each and (each.is_floating_point or each.is_complex))
                 dtypes = tuple(sorted({str(each).removeprefix("torch.") for each in floats}))
                 if dtype is None or dtype in dtypes:
                     calls[str(node.target), module, lines_of_trace(node.meta.get("stack_trace")), dtypes] += 1
         wanted -= {op for op, *_ in calls}
+    # An op that no node shows is reported without a place.
     places = [*calls, *((op, "", lines_of_trace(None), ()) for op in sorted(wanted))]
     return [
         Gap(

@@ -66,8 +66,8 @@ class Int8(Quantizing):
 
     def layer_errors(self, prepared: Any, model: Any, example: Example) -> list[LayerError]:
         """The error of each quantized layer, on the calibration inputs."""
-        found: list[LayerError] = prepared.layer_errors(model, example.calibration)
-        return found
+        errors: list[LayerError] = prepared.layer_errors(model, example.calibration)
+        return errors
 
     def code(self, key: RunKey, model: ModelInfo) -> Code:
         """The same calls of the library."""
@@ -99,8 +99,8 @@ class Int8Linear(Quantizing):
         from lowprec_check.engine.quantize.torchao_linear import quantize_linear
 
         calibration = example.calibration if self.calibrates else None
-        found: Callable[..., Any] = quantize_linear(model, self.config, calibration, freezes=self.freezes)
-        return found
+        quantized: Callable[..., Any] = quantize_linear(model, self.config, calibration, freezes=self.freezes)
+        return quantized
 
     def layer_errors(self, prepared: Any, model: Any, example: Example) -> list[LayerError]:
         """The error of each linear layer, on the calibration inputs."""

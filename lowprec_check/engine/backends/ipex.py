@@ -140,8 +140,8 @@ class IpexCompile(ExtensionBackend):
         """The compiled model, which is compiled in its first call."""
         import torch
 
-        found = optimized(model, example.precision, weights_prepack=False)
-        compiled: Callable[..., Any] = torch.compile(found, backend="ipex")
+        copied = optimized(model, example.precision, weights_prepack=False)
+        compiled: Callable[..., Any] = torch.compile(copied, backend="ipex")
         return compiled
 
     def code(self, key: RunKey, model: ModelInfo) -> Code:

@@ -50,6 +50,7 @@ def frozen_trace(model: Any, example: Example) -> Callable[..., Any]:
 
     from lowprec_check.engine.core.pytree import map_tensors
 
+    # A trace calls the model: what that changes is compared with before.
     cached, before = torch.is_autocast_cache_enabled(), _state(model)
     torch.set_autocast_cache_enabled(False)
     try:

@@ -57,6 +57,7 @@ class OnnxRuntime(GraphBackend):
         import torch
         from onnxscript import opset18
 
+        # The exporter names one op at a time: each gets a stand-in, until all are named.
         stand_ins: dict[Any, Any] = {}
         while found := re.search(
             r"No ONNX function found for <OpOverload\(op='(\w+)\.(\w+)', overload='(\w+)'\)>", message_of(error)
@@ -96,6 +97,7 @@ def _ops_in_fp32(graph: Any) -> list[str]:
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
+    # One node for each kind of op and dtypes tells for all of that kind.
     kinds: dict[Any, list[Any]] = {}
     for node in graph.model.graph:
         kinds.setdefault((node.domain, node.op_type, *(each and each.dtype for each in node.inputs)), []).append(node)
@@ -104,8 +106,8 @@ def _ops_in_fp32(graph: Any) -> list[str]:
         options.optimized_model_filepath = str(Path(folder, "prepared.onnx"))
         for node, *others in kinds.values():
             sides = ({each.name: each for each in values if each} for values in (node.inputs, node.outputs))
-            given, found = ([serde.serialize_value(each) for each in side.values()] for side in sides)
-            alone = onnx.helper.make_graph([serde.serialize_node(node)], node.op_type, given, found)
+            inputs, outputs = ([serde.serialize_value(each) for each in side.values()] for side in sides)
+            alone = onnx.helper.make_graph([serde.serialize_node(node)], node.op_type, inputs, outputs)
             model = onnx.helper.make_model(alone, opset_imports=graph.model_proto.opset_import)
             with contextlib.suppress(Exception):  # it needs the value of an input
                 onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

@@ -53,9 +53,9 @@ class OpenVINO(GraphBackend):
 
     def missing_ops(self, error: Exception, program: Any) -> list[str]:
         """Those without a conversion."""
-        found = re.search(r"No conversion rule found for operations: (.*)", message_of(error))
-        if found:
-            return found[1].split(", ")
+        unsupported = re.search(r"No conversion rule found for operations: (.*)", message_of(error))
+        if unsupported:
+            return unsupported[1].split(", ")
         return []
 
 

@@ -111,12 +111,14 @@ def compare_gradients(mine: Mapping[str, Tensor], reference: Mapping[str, Tensor
     sizes = _sizes_by_module(reference)
     rows, squares, norm, flushed, elements = list[ParameterGradient](), list[float](), 0.0, 0, 0
     for name, exact in reference.items():
-        found = mine.get(name)
-        low = torch.zeros_like(exact) if found is None else found
+        low = mine.get(name)
+        if low is None:
+            low = torch.zeros_like(exact)
         apart, size = float((low.double() - exact).norm()), float(exact.double().norm())
         zero = int(((low == 0) & (exact != 0)).sum())
         overflown = int((~low.isfinite() & exact.isfinite()).sum())
         count = exact.numel()
+        # Of the size of the rounding of its neighbours: zero in exact arithmetic.
         if size < ROUNDING * math.sqrt(count) * sizes[name.rpartition(".")[0]] and not overflown:
             largest = _finite(float(exact.abs().max()))
             rows.append(ParameterGradient(parameter=name, elements=count, absmax=largest, is_rounding=True))
@@ -134,6 +136,7 @@ def compare_gradients(mine: Mapping[str, Tensor], reference: Mapping[str, Tensor
         )
         squares.append(apart**2)
         norm, flushed, elements = norm + size**2, flushed + zero, elements + count
+    # Shares of the error exist only if no gradient overflows.
     total = sum(squares)
     if total and math.isfinite(total):
         rows = [structs.replace(row, error_share=square / total) for row, square in zip(rows, squares, strict=True)]
@@ -190,6 +193,7 @@ class LargestGradient(DispatchMode):
                     place = self._places.of_node(node)
                     self.largest = Largest(math.inf if math.isnan(value) else value, place and place.module)
 
+        # The leaves only add up what they get, which the nodes before them have had.
         hooks = [
             node.register_prehook(functools.partial(look, node)) for node in nodes_of(loss) if not accumulates(node)
         ]

@@ -84,27 +84,29 @@ class LostUpdateCounter(Watcher):
         self._is_finite = all(bool(parameter.detach().isfinite().all()) for parameter in self._parameters.values())
         if not self._is_finite:
             return
+        # The copies start from what the run had before the step: each step is judged alone.
         for name in self._updated:
-            mine = self._copies[name]
-            mine.data = self._copy(self._before[name])
+            copied = self._copies[name]
+            copied.data = self._copy(self._before[name])
             state = self._state_before[name]
             if state:  # a counter of steps may be a number, and one that is a tensor stays in fp32
                 wide = {key: self._copy(value) for key, value in _tensors(state) if key != "step"}
                 others = {key: value for key, value in state.items() if key not in wide}
-                self._optimizer.state[mine] = copy.deepcopy(others) | wide
+                self._optimizer.state[copied] = copy.deepcopy(others) | wide
         optimizer = _part(self._optimizer, step.number)
         optimizer.step()
         self._count_decay(step.number, optimizer)
+        # What the weights lost, then what each tensor of the optimizer's state lost.
         for name, parameter in self._updated.items():
             before = self._before[name]
             self._count((name, "weight"), before, parameter.detach(), self._copies[name].detach())
             exact = dict(_tensors(self._optimizer.state.get(self._copies[name], {})))
             for key, value in _tensors(step.updates.optimizer.state.get(parameter, {})):
-                known = self._state_before[name].get(key)
-                if not isinstance(known, Tensor):
-                    known = torch.zeros_like(value)
+                old = self._state_before[name].get(key)
+                if not isinstance(old, Tensor):  # the first step makes the state, from zeros
+                    old = torch.zeros_like(value)
                 if value.shape == before.shape and key in exact:
-                    self._count((f"{name} · {key}", "optimizer state"), known, value, exact[key])
+                    self._count((f"{name} · {key}", "optimizer state"), old, value, exact[key])
 
     def after(self, step: TrainingStep) -> None:
         """Count what the average loses."""
@@ -118,10 +120,10 @@ class LostUpdateCounter(Watcher):
     def _count(self, name: Name, before: Tensor, after: Tensor, exact: Tensor) -> None:
         """Count the finite elements of a tensor that should change, and those that do not."""
         if after.dtype != exact.dtype:
-            known = self._counts[name]
+            count = self._counts[name]
             wanted = (exact != before.to(exact.dtype)) & exact.isfinite() & after.isfinite()
             lost = int((wanted & (after == before)).sum())
-            self._counts[name] = _Count(after.numel(), known.wanted + int(wanted.sum()), known.lost + lost)
+            self._counts[name] = _Count(after.numel(), count.wanted + int(wanted.sum()), count.lost + lost)
 
     def _copy(self, tensor: Tensor) -> Tensor:
         """A wider copy; complex numbers stay complex."""
@@ -138,17 +140,19 @@ class LostUpdateCounter(Watcher):
         settings = settings_of(optimizer)
         if not any(group.get("weight_decay", True) for group in settings):
             return
+        # The same settings change the same elements: each of them is tried in one step only.
         key = repr((number, settings))
         if key not in self._decay_by:
             self._decay_by[key] = self._decay_of(number, settings)
         for name, (elements, wanted, lost) in self._decay_by[key].items():
-            known = self._decay[name]
-            self._decay[name] = _Count(elements, known.wanted + wanted, known.lost + lost)
+            count = self._decay[name]
+            self._decay[name] = _Count(elements, count.wanted + wanted, count.lost + lost)
 
     def _decay_of(self, number: int, settings: Settings) -> dict[str, _Count]:
         """The same by name, of an optimizer without a state, with gradients of zero."""
         low = {name: nn.Parameter(self._before[name].clone()) for name in self._updated}
         wide = {name: nn.Parameter(self._copy(p)) for name, p in low.items()}
+        # Zero gradients and no momentum: the step of each copy is the decay of its weights.
         for copies in (low, wide):
             others = {name: nn.Parameter(p.detach()) for name, p in self._parameters.items() if name not in copies}
             try:
@@ -162,13 +166,13 @@ class LostUpdateCounter(Watcher):
                 made.step()
             except Exception:  # an optimizer that fails on such gradients: the run itself shows it
                 return {}
-        found = {}
-        for name, mine in wide.items():
+        counts = {}
+        for name, exact in wide.items():
             before = self._before[name]
-            wanted = mine != before.to(mine.dtype)
-            if low[name].dtype != mine.dtype:
-                found[name] = _Count(mine.numel(), int(wanted.sum()), int((wanted & (low[name] == before)).sum()))
-        return found
+            wanted = exact != before.to(exact.dtype)
+            if low[name].dtype != exact.dtype:
+                counts[name] = _Count(exact.numel(), int(wanted.sum()), int((wanted & (low[name] == before)).sum()))
+        return counts
 
     def figures(self) -> list[LostUpdates]:
         """What was counted of each tensor, in the order of the model."""
@@ -207,6 +211,7 @@ class Stalls(Watcher):
     def gradients(self, step: TrainingStep) -> None:
         """Note the weights and which of them have a gradient."""
         updated = step.updated
+        # A parameter without a gradient does not move: zeros, which take no memory.
         gradients = {name: torch.zeros(()).expand(p.shape) for name, p in self._parameters.items()}
         for name, p in self._parameters.items():
             if id(p) in updated and p.grad is not None:

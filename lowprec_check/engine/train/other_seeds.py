@@ -93,6 +93,7 @@ class OtherSeeds:
         if self._target.remake is None:
             return None
         self._keep_alive()
+        # The file is run again: modules that it imports anew must not take the place of those in use.
         modules = dict(sys.modules)
         try:
             with _other_seeds(number), contextlib.redirect_stderr(io.StringIO()):
@@ -108,6 +109,7 @@ class OtherSeeds:
     def _add_noise(self, generator: torch.Generator) -> None:
         """Noise relative to each weight; to all weights, where a tensor is zero."""
         trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        # The root mean square of all weights is the size of the noise on a tensor of zeros.
         total = sum(float(parameter.detach().abs().square().sum()) for parameter in trained)
         size = (total / max(1, sum(parameter.numel() for parameter in trained))) ** 0.5 or 1.0
         with torch.no_grad():
@@ -126,6 +128,7 @@ class OtherSeeds:
             self._add("batches", place)
             self._last = further
             return further
+        # The loader has ended: draw from the batches that are known, and from its last ones.
         self._ended, self._last = True, [*self._last, *further]
         pool = [*self._batches, *self._last]
         if len(pool) > 1:
@@ -153,10 +156,10 @@ def _other_seeds(number: int) -> Iterator[None]:
 
     def shifted(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(seed: Any = None, *args: Any, **kwargs: Any) -> Any:
-            known = seed
+            other = seed
             if isinstance(seed, (int, Tensor)):
-                known = (int(seed) + STRIDE * number) % 2**32
-            return function(known, *args, **kwargs)
+                other = (int(seed) + STRIDE * number) % 2**32
+            return function(other, *args, **kwargs)
 
         return call
 
@@ -175,13 +178,13 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 def _copy(made: nn.Module, model: nn.Module) -> bool:
     """Copy parameters and buffers of ``made``, if ``model`` has the same; whether any differed."""
-    new, known = _state(made), _state(model)
-    shapes = [{name: tensor.shape for name, tensor in state.items()} for state in (new, known)]
+    new, old = _state(made), _state(model)
+    shapes = [{name: tensor.shape for name, tensor in state.items()} for state in (new, old)]
     if shapes[0] != shapes[1]:
         return False
     differs = False
     with torch.no_grad():
-        for name, tensor in known.items():
+        for name, tensor in old.items():
             values = new[name].detach().to(tensor.device, tensor.dtype)
             differs = differs or not torch.equal(values, tensor)
             tensor.copy_(values)
@@ -191,7 +194,8 @@ def _copy(made: nn.Module, model: nn.Module) -> bool:
 def _reset(model: nn.Module, seed: int) -> bool:
     """Initialize all parameters again, if they are as their modules initialize them: untrained."""
     owners = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
-    functions = [getattr(one, "reset_parameters", getattr(one, "_reset_parameters", None)) for one in owners]
+    # Only if every module with parameters can: a mixture of old and new weights is no initial state.
+    functions = [getattr(owner, "reset_parameters", getattr(owner, "_reset_parameters", None)) for owner in owners]
     if not owners or not all(map(callable, functions)):
         return False
     kept = {name: tensor.detach().clone() for name, tensor in _state(model).items()}
@@ -199,6 +203,7 @@ def _reset(model: nn.Module, seed: int) -> bool:
     with torch.no_grad():
         for function in filter(callable, functions):
             function()
+        # Trained weights do not look like new ones: they are put back.
         fresh = all(_alike(kept[name], tensor) for name, tensor in model.named_parameters())
         if not fresh:
             for name, tensor in _state(model).items():
@@ -223,12 +228,13 @@ def _with_other_rows(target: Target, generator: torch.Generator) -> Target | Non
     """The batch with its rows drawn with replacement; ``None`` if that is not possible."""
     if target.loss is not None and required_arguments(target.loss) <= 1:
         return None  # labels in the file belong to the rows as they are
-    given = (target.args, target.kwargs, target.targets)
-    sizes = {tensor.shape[0] for _, tensor in leaves(given) if tensor.layout == torch.strided and tensor.ndim}
+    # Rows exist if all tensors have the same first size.
+    batch = (target.args, target.kwargs, target.targets)
+    sizes = {tensor.shape[0] for _, tensor in leaves(batch) if tensor.layout == torch.strided and tensor.ndim}
     if len(sizes) != 1 or (rows := sizes.pop()) < 2:
         return None
     index = torch.randint(rows, (rows,), generator=generator)
-    args, kwargs, targets = map_tensors(given, lambda tensor: _picked(tensor, index))
+    args, kwargs, targets = map_tensors(batch, lambda tensor: _picked(tensor, index))
     return target._replace(args=args, kwargs=kwargs, targets=targets)
 
 

@@ -92,8 +92,8 @@ class Spread:
         """The limits of the change of the loss, for a run that starts with the loss of fp32."""
         if not self._others:
             return [], []
-        found = [Interval.of(known, 0.0) for known in self._known]
-        return [interval.low for interval in found], [interval.high for interval in found]
+        intervals = [Interval.of(changes, 0.0) for changes in self._known]
+        return [interval.low for interval in intervals], [interval.high for interval in intervals]
 
     def divergence(self, run: Trajectory, roundoff: float, *, noisy: bool) -> Divergence | None:
         """Where ``run`` leaves the limits for good; ``None`` if it is within them at the end.
@@ -107,12 +107,11 @@ class Spread:
             return Interval.of(self._known[step], 2 * (forward + roundoff * abs(self._base.losses[step])))
 
         def of_moved(step: int) -> Interval:
-            """Weights may move less, or further, than those of any fp32 run, within the tolerance,
-            but not stand still; noise only makes them move further.
-            """
-            known = [self._moved(other, step) for other in (self._base, *self._others)]
-            low, high = Interval.of(known, self._tolerance)
-            low = max(low, STILL * min(known))
+            # Weights may move less, or further, than those of any fp32 run, within the tolerance,
+            # but not stand still; noise only makes them move further.
+            fp32_moves = [self._moved(other, step) for other in (self._base, *self._others)]
+            low, high = Interval.of(fp32_moves, self._tolerance)
+            low = max(low, STILL * min(fp32_moves))
             if noisy:
                 high = math.inf
             else:
@@ -125,12 +124,13 @@ class Spread:
             return Interval(-math.inf, max(BEYOND * allowed[step - 1], self._tolerance))
 
         losses = [loss - run.losses[0] for loss in run.losses[: len(self._base.losses)]]
-        found = [
+        # Whichever leaves its limits first is reported.
+        divergences = [
             self._left(run, "loss", losses, 0, of_loss),
             self._left(run, "progress", self.moved(run), 1, of_moved),
             None if noisy else self._left(run, "weights", self.distances(run), 1, of_distance),
         ]
-        return min(filter(None, found), key=lambda divergence: divergence.step, default=None)
+        return min(filter(None, divergences), key=lambda divergence: divergence.step, default=None)
 
     def _left(
         self,
@@ -141,6 +141,7 @@ class Spread:
         limits: Callable[[int], Interval],
     ) -> Divergence | None:
         """The step from which ``values`` are outside of their limits for good, if any."""
+        # From the end: a run that comes back inside its limits has not left them for good.
         crossed = None
         for step, value in reversed(list(enumerate(values, first))):
             low, high = limits(step)
@@ -172,12 +173,13 @@ class Spread:
         """The parameter that moves least of those that move notably in fp32, and how far, relative
         to fp32, if it hardly moves while others do; else ``None``, and how far all weights moved.
         """
-        mine, fp32 = (self._squares(_moved(each, step)) for each in (run, self._base))
-        total = _ratio(float(mine.sum()) ** 0.5, float(fp32.sum()) ** 0.5, both_zero=1.0)
+        low, fp32 = (self._squares(_moved(each, step)) for each in (run, self._base))
+        total = _ratio(float(low.sum()) ** 0.5, float(fp32.sum()) ** 0.5, both_zero=1.0)
+        # One that hardly moves in fp32 either says nothing.
         notable = fp32 > NOTABLE * fp32.sum()
         if total < STILL or not notable.any():
             return None, total
-        ratios = torch.where(notable, mine / fp32, math.inf).sqrt()
+        ratios = torch.where(notable, low / fp32, math.inf).sqrt()
         least = int(ratios.argmin())
         if ratios[least] >= STILL:
             return None, total
@@ -185,6 +187,7 @@ class Spread:
 
     def _squares(self, values: Tensor) -> Tensor:
         """By parameter, the sum of the squares of ``values``."""
+        # Sums up to the end of each parameter; their differences are the parameters' own.
         ends = torch.tensor([0, *(part.stop for part in self._samples.slices.values())])
         sums = torch.cat([torch.zeros(1).double(), (values.double().square() * self._samples.weights).cumsum(0)])
         return sums[ends].diff()

@@ -95,6 +95,7 @@ class TrainingStep:
             self.scaler = None
         else:
             self.scaler = torch.amp.GradScaler(device, init_scale=scale)
+        # Several optimizers: each gets a part of its own, with the parameters that are its.
         optimizer: Any = self.target.optimizer
         models, makes = [self.model], [optimizer]
         if isinstance(optimizer, OptimizersLike):
@@ -128,6 +129,7 @@ class TrainingStep:
             self.phase = "backward"
             self.parts[0].backward(loss)
             for self.number in phase.steps:
+                # What a step that is repeated did before its scaler skipped an optimizer stays done.
                 if is_skipped or (index, self.number) in self._done:
                     continue
                 self.on_gradients()
@@ -139,6 +141,7 @@ class TrainingStep:
                     self._done |= set() if is_skipped else {(index, self.number)}
             outputs.append(output)
             losses.append(loss.detach())
+        # The scaler and the average see a step as a whole, whatever its phases were.
         if self.scaler is not None:
             self.scaler.update()
         if not is_skipped:
@@ -162,10 +165,10 @@ class TrainingStep:
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Tensor]:
         """The output and the loss in the precision; the outputs and summed loss of several phases."""
-        found = [self._forward(args, kwargs) for _ in self._plan(args)]
-        if len(found) == 1:
-            return found[0]
-        return ([output for output, _ in found], _total([loss for _, loss in found]))
+        phases = [self._forward(args, kwargs) for _ in self._plan(args)]
+        if len(phases) == 1:
+            return phases[0]
+        return ([output for output, _ in phases], _total([loss for _, loss in phases]))
 
     @property
     def updated(self) -> dict[int, nn.Parameter]:
@@ -174,13 +177,13 @@ class TrainingStep:
 
     def _is_finite(self) -> bool:
         """Whether the gradients are finite after a step: a ``GradScaler`` skips it otherwise."""
-        found = [parameter.grad for parameter in self.updated.values()]
-        return all(bool(gradient.isfinite().all()) for gradient in found if gradient is not None)
+        gradients = [parameter.grad for parameter in self.updated.values()]
+        return all(bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None)
 
     def weights(self) -> dict[int, Tensor]:
         """The trained weights, or their copies with more bits, by the id of the parameter."""
         pairs = [zip(part.parameters, self.way.weights(part), strict=True) for part in self.parts]
-        return {id(parameter): weight for found in pairs for parameter, weight in found}
+        return {id(parameter): weight for pair in pairs for parameter, weight in pair}
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Tensor]:
         self.phase, self.in_loss = "forward", False
@@ -228,27 +231,29 @@ def with_step(ready: Prepared, step: TrainingStep) -> Prepared:
 
 def kept_by(parts: Sequence[Updates]) -> list[Tensor]:
     """The weights that ``parts`` update, their copies, and the states of the optimizers."""
-    lists = [found for part in parts for found in vars(part).values() if isinstance(found, list)]
+    # Each way keeps its copies of weights in lists of its own, under names of its own.
+    lists = [kept for part in parts for kept in vars(part).values() if isinstance(kept, list)]
     lists += [list(state.values()) for part in parts for state in part.optimizer.state.values()]
-    return list(stored(tensor for found in lists for tensor in found if isinstance(tensor, Tensor)))
+    return list(stored(tensor for tensors in lists for tensor in tensors if isinstance(tensor, Tensor)))
 
 
 def state_bytes(parts: Sequence[Updates]) -> int:
     """Bytes of what ``parts`` keep."""
+    # Views of one storage count once.
     storages = [tensor.untyped_storage() for tensor in kept_by(parts)]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def batches_of(target: Target, count: int) -> list[Target]:
     """``target`` with the inputs of each of the first ``count`` batches, one if they are fixed."""
-    found = [target]
-    while len(found) < count:
-        number = len(found)
+    batches = [target]
+    while len(batches) < count:
+        number = len(batches)
         try:
-            found.append(call_user_code(f"Making batch {number}", functools.partial(target.batch, number)))
+            batches.append(call_user_code(f"Making batch {number}", functools.partial(target.batch, number)))
         except NoBatchError:  # fixed inputs, or the end of a loader
             break
-    return found
+    return batches
 
 
 def step_seed(seed: int, number: int) -> int:
@@ -323,27 +328,28 @@ class Loop:
         place. It ends early after a loss that is not finite, and if a ``GradScaler`` skips every
         step. Raises :class:`StepFailedError`.
         """
-        found = self.trajectory
+        run = self.trajectory
         self._keep()
         with self._step.context(around=True):
-            while found.steps < steps and (not found.steps or may_continue(sum(found.seconds))):
-                self._do(found.steps)
-                if found.skipped > MAX_SKIPPED or not all(map(math.isfinite, found.losses[-1:])):
-                    return found
+            while run.steps < steps and (not run.steps or may_continue(sum(run.seconds))):
+                self._do(run.steps)
+                if run.skipped > MAX_SKIPPED or not all(map(math.isfinite, run.losses[-1:])):
+                    return run
             # With gradients, which a model or a loss may compute itself, as in a gradient penalty.
-            inputs = self._inputs(0 if found.steps == steps else found.steps)
+            inputs = self._inputs(0 if run.steps == steps else run.steps)
             with _failures():
                 _, loss = call_model(self._step.forward, inputs, {})
-                found.losses.append(float(loss.detach()))
-        return found
+                run.losses.append(float(loss.detach()))
+        return run
 
     def _do(self, number: int) -> None:
         """One step; if a ``GradScaler`` skips it, nothing but that is noted."""
-        found, step = self.trajectory, self._step
+        run, step = self.trajectory, self._step
         scale = step.scale
         self._observe(lambda watcher: watcher.before(step))
         self._on_step(number + 1)
         inputs, named = self._inputs(number)
+        # What watchers do inside the step is no time of the step.
         watched = 0.0
 
         def watch(call: Callable[[Watcher], None]) -> None:
@@ -364,14 +370,14 @@ class Loop:
             self._on_first = None
         self._observe(lambda watcher: watcher.after(step))
         if scale is not None and (step.scale or 0.0) < scale:
-            found.skipped += 1
-            if found.skipped > MAX_SKIPPED and not math.isfinite(float(result.loss)):
-                found.losses.append(float(result.loss))  # no scale helps: the forward pass is not finite
+            run.skipped += 1
+            if run.skipped > MAX_SKIPPED and not math.isfinite(float(result.loss)):
+                run.losses.append(float(result.loss))  # no scale helps: the forward pass is not finite
             return  # the same step again, with a smaller scale
         if scale is not None:
-            found.scales.append(scale)
-        found.losses.append(float(result.loss))
-        found.seconds.append(seconds - watched)
+            run.scales.append(scale)
+        run.losses.append(float(result.loss))
+        run.seconds.append(seconds - watched)
         self._keep()
 
     def _observe(self, call: Callable[[Watcher], None]) -> None:

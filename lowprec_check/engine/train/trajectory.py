@@ -24,6 +24,7 @@ class Samples:
         self._picked: dict[str, Tensor | None] = {}
         self.slices: dict[str, slice] = {}
         """By name, where its elements are in what :meth:`take` returns."""
+        # A small tensor is kept whole; of a large one, each sample stands for several elements.
         weights, end = [torch.zeros(0)], 0
         for name, size in self.sizes.items():
             count = min(size, most)
@@ -44,11 +45,11 @@ class Samples:
 
     def take(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The elements of all tensors, as one fp32 vector on the CPU."""
-        found = [torch.zeros(0)]
+        samples = [torch.zeros(0)]
         for name, picked in self._picked.items():
             flat = as_real(tensors[name].detach()).reshape(-1)
-            found.append((flat if picked is None else flat[picked.to(flat.device)]).float().cpu())
-        return torch.cat(found)
+            samples.append((flat if picked is None else flat[picked.to(flat.device)]).float().cpu())
+        return torch.cat(samples)
 
 
 @dataclasses.dataclass

@@ -44,14 +44,14 @@ def _joined(updates: ExtensionUpdates) -> list[Any]:
     """The weights in fp32: a split weight is its upper and its lower 16 bits, both stored as bf16."""
     import torch
 
-    found = []
+    weights = []
     for upper, trail in zip(updates.masters, updates.trails, strict=True):
         if trail is None:
-            found.append(upper)
+            weights.append(upper)
         else:
             high, low = (half.detach().view(torch.int16).int() for half in (upper, trail))
-            found.append(((high << 16) | (low & 0xFFFF)).view(torch.float32))
-    return found
+            weights.append(((high << 16) | (low & 0xFFFF)).view(torch.float32))
+    return weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -129,21 +129,22 @@ class EightBitWay(WayToTrain):
         """With the hooks of the optimizer that ``make`` returns, which may clip gradients."""
         made = []
 
-        def kept(parameters: Any) -> Any:
+        def make_and_keep(parameters: Any) -> Any:
             made.append(make(parameters))
             return made[0]
 
-        found: Updates = self._class()(model.parameters(), kept, scaler)
+        updates: Updates = self._class()(model.parameters(), make_and_keep, scaler)
         for hook in made[0]._optimizer_step_pre_hooks.values():
-            found.optimizer.register_step_pre_hook(hook)
-        return found
+            updates.optimizer.register_step_pre_hook(hook)
+        return updates
 
 
 WAYS = (
     SixteenBitWay(
         name="states-16bit",
         words="16-bit optimizer states",
-        summary="fp32 weights; what the optimizer remembers (momentum, squares of gradients) is kept in bf16, rounded up or down at random.",
+        summary="fp32 weights; what the optimizer remembers (momentum, squares of gradients) is kept in bf16, "
+        "rounded up or down at random.",
         order=130,
         kinds=("autocast",),
         usual_scale=True,

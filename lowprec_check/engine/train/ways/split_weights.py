@@ -74,8 +74,8 @@ WAYS = (
     WayToTrain(
         name="split-weights",
         words="weights split into 16 + 16 bits",
-        summary="bf16 weights and, in an int16 tensor, what is missing to fp32. They hold the same values as master weights, in two bytes "
-        "less each.",
+        summary="bf16 weights and, in an int16 tensor, what is missing to fp32. They hold the same values as "
+        "master weights, in two bytes less each.",
         order=70,
         kinds=("cast",),
         dtype="bfloat16",

@@ -56,8 +56,8 @@ WAYS = (
     OptimizerWay(
         name="grad-scaler",
         words="GradScaler",
-        summary="gradients of the loss times a scale, at first 65536, underflow less; they are divided by it before the update. Weights in "
-        "fp16 fail (LP505).",
+        summary="gradients of the loss times a scale, at first 65536, underflow less; they are divided by it before "
+        "the update. Weights in fp16 fail (LP505).",
         order=10,
         kinds=("autocast", "cast"),
         scale=DEFAULT_SCALE,
@@ -67,7 +67,8 @@ WAYS = (
     OptimizerWay(
         name="one-autocast",
         words="one autocast around all steps",
-        summary="a trap: autocast keeps the casts of the weights until its block ends, so the model computes with old weights (LP508).",
+        summary="a trap: autocast keeps the casts of the weights until its block ends, so the model computes with "
+        "old weights (LP508).",
         order=40,
         kinds=("autocast",),
         one_context=True,
