@@ -139,6 +139,13 @@ def speed(run: Run, runs: Sequence[Run]) -> Speed:
     return Speed("noisy", ratio, low, math.inf)
 
 
+def in_turns(run: Run) -> Speedup | None:
+    """How the run compares with fp32 by calls of both in turns, if these were made."""
+    if run.latency is None or run.timing is not None:
+        return None
+    return run.latency.speedup
+
+
 def launch_bound(run: Run) -> bool:
     """Whether the accelerator waits for the host in the calls of ``run``, so that faster kernels
     would hardly make it faster.

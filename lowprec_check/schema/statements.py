@@ -197,6 +197,13 @@ def say(template: str, **figures: Figure) -> Sentence:
     return Sentence(template=template, figures=figures)
 
 
+def say_if(condition: object, template: str, **figures: Figure) -> Sentence | None:
+    """:func:`say` if ``condition`` holds, else ``None``, which :func:`chained` leaves out."""
+    if condition:
+        return say(template, **figures)
+    return None
+
+
 def plain(text: str) -> Sentence:
     """A text that is no template, such as the message of an older file."""
     return Sentence(template="{text:text}", figures={"text": text})

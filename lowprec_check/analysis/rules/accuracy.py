@@ -1,11 +1,10 @@
-"""LP3xx: outputs that are wrong, and ops that lose precision, magnify errors, fail or decide
-differently than in fp32.
-"""
+"""LP3xx: wrong outputs, and ops that lose precision, magnify errors, fail or decide otherwise."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from lowprec_check.analysis.choices import error_with_same_choices, other_ops
 from lowprec_check.analysis.error_shares import is_over_tolerance
@@ -35,25 +34,21 @@ from lowprec_check.analysis.run_summary import (
     on_which_call,
     reference_of,
 )
+from lowprec_check.analysis.statements.status import remarks_of
 from lowprec_check.schema.axes import calibrates, project_of
 from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.measures import MATTERS
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.statements import Sentence, chained, say, short_op, some
+from lowprec_check.schema.statements import Sentence, chained, say, say_if, short_op, some
 
-OUTLIER_ROUNDOFFS = 8
-JUMP = 4
+OUTLIER_ROUNDOFFS = 8  # unit roundoffs; rounding the exact result costs at most one
+JUMP = 4  # times the error of the inputs
 
-PICKS_ELEMENTS = (
-    *("arg", "max", "min", "cummax", "cummin"),
-    *("topk", "sort", "median", "nanmedian", "kthvalue", "mode"),
-)
-"""How the short names of ops begin whose integer output is the indices of chosen elements."""
+# How the short names of ops begin whose integer output is the indices of chosen elements.
+PICKS_ELEMENTS = "arg", "max", "min", "cummax", "cummin", "topk", "sort", "median", "nanmedian", "kthvalue", "mode"
+# Short names of ops that return the indices of pooled elements or the pivots of a matrix.
 POOLS_OR_PIVOTS = re.compile(r"(adaptive_|fractional_)?max_pool\d?d.*|linalg_((lu|ldl)_factor.*|solve_ex|det|slogdet)")
-"""Short names of ops whose integer output is the indices of pooled elements or the pivots of a
-decomposition.
-"""
 
 
 @rule("LP301", "output-mismatch", "error")
@@ -71,9 +66,11 @@ def output_mismatch(result: ScanResult) -> Iterator[Finding]:
     What to do, in this order:
 
     1. Use the precision that the scan recommends.
-    2. Fix the first finding of this precision, or let `lowprec-check plan` find the modules to keep in fp32.
+    2. Fix the first finding of this precision, or let `lowprec-check plan` find the modules to keep
+       in fp32.
     3. See what causes the error: the scan prints the modules, `--report scan.html` shows every op.
-    4. If the model tolerates the error, set `--tolerance`, or judge by your own metric: `lowprec-check plan --metric`.
+    4. If the model tolerates the error, set `--tolerance`, or judge by your own metric:
+       `lowprec-check plan --metric`.
 
     The first step, if the scan recommends `autocast-bf16`:
 
@@ -84,38 +81,36 @@ def output_mismatch(result: ScanResult) -> Iterator[Finding]:
             y = model(x)
     """
     for run in low_runs(result):
-        if run.training is None and run.status in ("nonfinite", "inaccurate"):  # a training has LP507
-            when, odd = on_which_call(run), degenerate_output(run, result.runs)
-            message = chained(say("{when:text}", when=when) if when else None, _mismatch(run), between="")
-            eager = run.lockstep_error.rel_l2 if run.lockstep_error and run.complete and not failing_gaps(run) else None
-            other = not run.is_eager and not run.is_quantized and run.failed_input is None
-            if eager is not None and eager <= (run.tolerance or 0.0) and other:
-                also = say("op by op in eager mode the error is {eager:error}", eager=eager)
-                message = chained(message, also)
-            if odd is None:
-                yield Finding(message, run=run, help=_instead(run, result))
-            else:  # the error is that of the format's range
-                judged = say("cannot be judged: {odd:text}", odd=odd)
-                yield Finding(chained(message, judged), run=run, severity="note")
-
-
-def _mismatch(run: Run) -> Sentence:
-    if run.status == "nonfinite":
-        return say("{output:text} has NaN or Inf where fp32 is finite", output=judged_output(run))
-    limit = run.tolerance or 0.0
-    if run.rel_l2 is not None:
-        over = "output error {error:error} exceeds the tolerance {limit:limit}"
-        if run.compared_output is None:
-            return say(over, error=run.rel_l2, limit=limit)
-        over = "error {error:error} of {output:text} exceeds the tolerance {limit:limit}"
-        return say(over, error=run.rel_l2, output=judged_output(run), limit=limit)
-    if run.distance is not None:
-        differ = "{share:percent} of the values differ, over the tolerance {limit:percent}"
-        return say(differ, share=run.distance, limit=limit)
-    note = None
-    if run.notes:
-        note = say("{note:text}", note=run.notes[0])
-    return chained(say("the output cannot be compared with that of fp32"), note, between=": ")
+        if run.training is not None or run.status not in ("nonfinite", "inaccurate"):  # a training has LP507
+            continue
+        output, limit = judged_output(run), run.tolerance or 0.0
+        if run.status == "nonfinite":
+            message = say("{output:text} has NaN or Inf where fp32 is finite", output=output)
+        elif run.rel_l2 is not None and run.compared_output is None:
+            over = "output error {error:error} exceeds the tolerance {limit:limit}"
+            message = say(over, error=run.rel_l2, limit=limit)
+        elif run.rel_l2 is not None:
+            over = "error {error:error} of {output:text} exceeds the tolerance {limit:limit}"
+            message = say(over, error=run.rel_l2, output=output, limit=limit)
+        elif run.distance is not None:
+            differ = "{share:percent} of the values differ, over the tolerance {limit:percent}"
+            message = say(differ, share=run.distance, limit=limit)
+        else:
+            notes = [say("{note:text}", note=note) for note in run.notes[:1]]
+            message = chained(say("the output cannot be compared with that of fp32"), *notes, between=": ")
+        when, odd = on_which_call(run), degenerate_output(run, result.runs)
+        message = chained(say_if(when, "{when:text}", when=when), message, between="")
+        # The same ops within the tolerance in eager mode: the backend causes the rest of the error.
+        eager = run.lockstep_error
+        is_compiled = not run.is_eager and not run.is_quantized and run.failed_input is None
+        if is_compiled and eager is not None and eager.rel_l2 is not None and run.complete and not failing_gaps(run):
+            also = "op by op in eager mode the error is {eager:error}"
+            message = chained(message, say_if(eager.rel_l2 <= limit, also, eager=eager.rel_l2))
+        if odd is None:
+            yield Finding(message, run=run, help=_instead(run, result))
+        else:  # the error is that of the format's range
+            judged = say("cannot be judged: {odd:text}", odd=odd)
+            yield Finding(chained(message, judged), run=run, severity="note")
 
 
 def _instead(run: Run, result: ScanResult) -> str:
@@ -123,48 +118,51 @@ def _instead(run: Run, result: ScanResult) -> str:
     if run.compiler is not None and run.compiler.verdict == "worse":
         return "see LP306 of this run"
     if blames_backend(run, result.runs):
-        remarks = run.backend_check.remarks if run.backend_check is not None else []
-        lines = list(dict.fromkeys(its.source for its in remarks if its.kind == "warning" and its.source))
-        fault = next((its.text for its in remarks if its.kind == "state"), f"report this to {project_of(run.backend)}")
-        if lines:
-            fault = f"LP309 shows what it warns of, at {some(lines)}"
+        # What the compiler warned of is the likeliest cause, else what it says of its own state.
+        remarks = remarks_of(run)
+        warned = dict.fromkeys(remark.source for remark in remarks if remark.kind == "warning" and remark.source)
+        if warned:
+            fault = f"LP309 shows what it warns of, at {some(list(warned))}"
+        else:
+            report = f"report this to {project_of(run.backend)}"
+            fault = next((remark.text for remark in remarks if remark.kind == "state"), report)
         return f"use eager mode, or another backend; {fault}"
     if run.failed_call:
         return "try what the model keeps between calls in fp32"
     if run.is_quantized:
-        other = ""
-        if best is not None and best.backend != run.backend:
-            other = f", or use {best.elsewhere}"
-        known = [layer.accumulated or 0.0 for layer in run.layer_errors]
-        calibrated = calibrates(run.backend)
-        if calibrated and (run.failed_batch or not known):
-            hint = CALIBRATE
-        elif not known:
-            hint = OTHER_RANGES
-        elif max(known) >= (run.rel_l2 or 0.0) / 2:
-            hint = f"see the errors of its layers; {OTHER_RANGES}"
-        elif calibrated and result.model.calibration:
-            hint = f"the errors of its layers are smaller on the calibration data: {CALIBRATE}"
-        else:
-            hint = "the errors of its layers are smaller: see what docs/int8.md says of int8 without VNNI"
-        return f"{hint}{other}"
-    if best is not None and best.keep_fp32 and best.precision == run.precision:
-        return "keep the modules in fp32 that the recommendation names"
-    return _search(run, result, best if best is not None and not best.keep_fp32 else None)
-
-
-def _search(run: Run, result: ScanResult, passing: Recommendation | None) -> str:
-    """The command that searches for modules to keep in fp32, or what to do if the scan has searched
-    for them in vain.
-    """
+        return _for_int8(run, result, best)
+    if best is not None and best.keep_fp32:
+        if best.precision == run.precision:
+            return "keep the modules in fp32 that the recommendation names"
+        best = None  # a plan of another precision
+    # A finished search that found no plan is not worth repeating.
     searched = failed_search(run, result.attempts)
     is_over = searched is not None and not searched.stopped_without_plan
-    if is_over and passing is None and result.prediction is None:
+    if is_over and best is None and result.prediction is None:
         return "if the model tolerates the error, define metric(model) and judge by it: lowprec-check plan --metric"
-    search = search_advice(run, result, passing, run.failed_batch)
-    if passing is not None:
-        return f"use {passing.label}, or {search}"
-    return search
+    search = search_advice(run, result, best, run.failed_batch)
+    return search if best is None else f"use {best.label}, or {search}"
+
+
+def _for_int8(run: Run, result: ScanResult, best: Recommendation | None) -> str:
+    """How to reduce the error of a quantized run, by the errors of its layers."""
+    other = ""
+    if best is not None and best.backend != run.backend:
+        other = f", or use {best.elsewhere}"
+    # Layers that explain at least half of the error need other ranges of int8, else other data.
+    layer_errors = [layer.accumulated or 0.0 for layer in run.layer_errors]
+    calibrated = calibrates(run.backend)
+    if calibrated and (run.failed_batch or not layer_errors):
+        hint = CALIBRATE
+    elif not layer_errors:
+        hint = OTHER_RANGES
+    elif max(layer_errors) >= (run.rel_l2 or 0.0) / 2:
+        hint = f"see the errors of its layers; {OTHER_RANGES}"
+    elif calibrated and result.model.calibration:
+        hint = f"the errors of its layers are smaller on the calibration data: {CALIBRATE}"
+    else:
+        hint = "the errors of its layers are smaller: see what docs/int8.md says of int8 without VNNI"
+    return f"{hint}{other}"
 
 
 @rule("LP302", "op-outlier", "warning")
@@ -196,11 +194,17 @@ def op_outlier(result: ScanResult) -> Iterator[Finding]:
         return run.format is not None and (row.local_error or 0.0) > OUTLIER_ROUNDOFFS * run.format.roundoff
 
     def describe(run: Run, row: OpCall) -> tuple[Sentence, Sentence]:
-        few = _few_digits(run, row)
-        if few is not None:
-            return few, say("scale the values")
-        adds = "this op adds a relative error of {error:error}, rounding alone at most {roundoff:limit}"
-        message = say(adds, error=row.local_error, roundoff=run.format.roundoff if run.format else None)
+        adds, most = "this op adds a relative error of {error:error}", row.absmax
+        # Values so small that rounding, to the next subnormal number, may be all of the error.
+        if run.format is not None and most is not None and most < run.format.smallest_normal:
+            scale = say("scale the values")
+            if most == 0:
+                return say(f"{adds}: all its values are zero", error=row.local_error), scale
+            if (row.local_error or 0.0) <= run.format.smallest_subnormal / most:
+                few = f"{adds}; its values are at most {{most:figure}}, where {{dtype:text}} has few digits"
+                return say(few, error=row.local_error, most=most, dtype=run.format.short), scale
+        roundoff = run.format.roundoff if run.format else None
+        message = say(f"{adds}, rounding alone at most {{roundoff:limit}}", error=row.local_error, roundoff=roundoff)
         passing = None
         if run.status != "ok":
             passing = passing_elsewhere(run, result)
@@ -209,18 +213,12 @@ def op_outlier(result: ScanResult) -> Iterator[Finding]:
     yield from weighed_places(result, is_outlier, lambda row: row.local_error or 0.0, describe)
 
 
-def _few_digits(run: Run, row: OpCall) -> Sentence | None:
-    """The error that an op adds whose values are so small that rounding may be all of it; ``None``
-    for other ops.
-    """
-    if run.format is None or row.absmax is None or row.absmax >= run.format.smallest_normal:
-        return None
-    if row.absmax == 0:
-        return say("this op adds a relative error of {error:error}: all its values are zero", error=row.local_error)
-    if (row.local_error or 0.0) > run.format.smallest_subnormal / row.absmax:
-        return None
-    few = "this op adds a relative error of {error:error}; its values are at most {most:figure}, where {dtype:text} has few digits"
-    return say(few, error=row.local_error, most=row.absmax, dtype=run.format.short)
+# What to do about an op that magnifies errors, by its part of a training step.
+_INPUTS = {
+    "forward": "try the inputs of this op in fp32",
+    "backward": "try the inputs of the op of the forward pass in fp32",
+    "optimizer": "try the modules in fp32 whose gradients it reads",
+}
 
 
 @rule("LP303", "error-amplifier", "warning")
@@ -245,46 +243,36 @@ def error_amplifier(result: ScanResult) -> Iterator[Finding]:
         # after
         y = (x - x.mean(-1, keepdim=True)).square().mean(-1)
     """
-    for run in low_runs(result):
-        if run.format is not None and run.status != "ok":
-            yield from _amplifiers(run, result, run.format.roundoff)
 
-
-_INPUTS = {
-    "forward": "try the inputs of this op in fp32",
-    "backward": "try the inputs of the op of the forward pass in fp32",
-    "optimizer": "try the modules in fp32 whose gradients it reads",
-}
-
-
-def _amplifiers(run: Run, result: ScanResult, roundoff: float) -> Iterator[Finding]:
-    def amplifies(row: OpCall) -> bool:
+    def amplifies(run: Run, roundoff: float, row: OpCall) -> bool:
         if row.input_error is None or row.input_error > 1.0:
             return False  # the inputs are not finite, or wrong already, as a gradient that is zero in fp32
         jumped = (row.accumulated_error or 0.0) > max(run.tolerance or 0.0, JUMP * max(row.input_error, roundoff))
         return jumped and (row.local_error or 0.0) < OUTLIER_ROUNDOFFS * roundoff and not row.introduced_inf
 
-    found = by_place(run, amplifies, lambda row: row.accumulated_error or 0.0)
-    if not found:
-        return
-    relevance = Relevance(run)
-    for row, count in found:
-        grows = "this op magnifies the relative error of its inputs from {before:error} to {after:error}"
-        message = say(grows, before=row.input_error or 0.0, after=row.accumulated_error or 0.0)
-        if not row.input_error:  # only those of weights are not counted as errors of inputs
-            magnifies = "this op magnifies the rounding of weights or buffers to a relative error of {after:error}"
-            message = say(magnifies, after=row.accumulated_error or 0.0)
-        advice = _INPUTS[row.phase or "forward"]
-        finding = place_finding(result, run, row, count, message)._replace(help=advice)
-        if relevance.known != "explained":
-            yield relevance.weigh(finding, row)
+    for run in low_runs(result):
+        if run.format is None or run.status == "ok":
             continue
-        share = relevance.shares_up_to.get(row.place)
-        if share is not None and share < MATTERS:
-            yield as_harmless(finding)
-        else:
-            up_to = "the share of all ops up to it in the output error is {share:share}"
-            yield finding.adding(say(up_to, share=share) if share is not None else None)._replace(severity="note")
+        places = by_place(run, partial(amplifies, run, run.format.roundoff), lambda row: row.accumulated_error or 0.0)
+        relevance = Relevance(run)
+        for row, count in places:
+            after = row.accumulated_error or 0.0
+            if row.input_error:
+                grows = "this op magnifies the relative error of its inputs from {before:error} to {after:error}"
+                message = say(grows, before=row.input_error, after=after)
+            else:  # only those of weights are not counted as errors of inputs
+                grows = "this op magnifies the rounding of weights or buffers to a relative error of {after:error}"
+                message = say(grows, after=after)
+            finding = place_finding(result, run, row, count, message)._replace(help=_INPUTS[row.phase or "forward"])
+            # It adds little itself: what counts is the share of all that it may have magnified.
+            share = relevance.shares_up_to.get(row.place)
+            if relevance.known != "explained":
+                yield relevance.weigh(finding, row)
+            elif share is not None and share < MATTERS:
+                yield as_harmless(finding)
+            else:
+                up_to = "the share of all ops up to it in the output error is {share:share}"
+                yield finding.adding(say_if(share is not None, up_to, share=share))._replace(severity="note")
 
 
 @rule("LP304", "decision-flip", "note")
@@ -325,27 +313,26 @@ def decision_flip(result: ScanResult) -> Iterator[Finding]:
 
 
 def _flips(run: Run, result: ScanResult) -> Iterator[Finding]:
-    budget = run.budget
-    share = budget.decisions if budget is not None and is_over_tolerance(run) and run.status != "ok" else 0.0
+    share, budget = 0.0, run.budget
+    if budget is not None and is_over_tolerance(run) and run.status != "ok":
+        share = budget.decisions
     of_all = "the share of all such choices in the output error is {share:share}"
-    by_budget = None
-    if share >= MATTERS:
-        by_budget = say(of_all, share=share)
-    reference = reference_of(result.runs)
-    others = []
+    by_budget = say_if(share >= MATTERS, of_all, share=share)
+    reference, others = reference_of(result.runs), []
     if reference is not None and run.is_eager:
         others = other_ops(run, reference)
     decided = _decided_by_choices(run, others)
-    causes = [cause for cause in (by_budget, decided if not others else None) if cause is not None]
+    # Other ops have a finding of their own, so that what is decided there is not said again.
+    causes = list(filter(None, [by_budget, None if others else decided]))
     integers = differing_integers(run)
     is_harmless = integers is None and knowledge_of(run) in ("passes", "within tolerance", "explained")
 
     def weighed(finding: Finding) -> Finding:
         """``finding`` with what choices do to the output of the run."""
-        if causes:
-            known = share if by_budget is not None else None
-            return finding.adding(*causes)._replace(severity="warning", matters=True, share=known)
-        return finding._replace(matters=False if is_harmless else None)
+        if not causes:
+            return finding._replace(matters=False if is_harmless else None)
+        choices_share = share if by_budget is not None else None
+        return finding.adding(*causes)._replace(severity="warning", matters=True, share=choices_share)
 
     def is_pool(row: OpCall) -> bool:
         return row.is_forward and POOLS_OR_PIVOTS.fullmatch(short_op(row.op)) is not None
@@ -353,32 +340,33 @@ def _flips(run: Run, result: ScanResult) -> Iterator[Finding]:
     def chooses(row: OpCall) -> bool:
         return row.is_forward and ((row.flips > 0 and not is_pool(row)) or (bool(causes) and row.to_python > 0))
 
-    found = by_place(run, chooses, lambda row: row.flips)
-    for row, count in found:
-        finding = weighed(
-            place_finding(result, run, row, count, _choice(row, wide_dtype(result)), "compute its inputs in fp32")
-        )
-        yield finding.adding(integers or that_passes(run))._replace(help=None) if run.status == "ok" else finding
+    places = by_place(run, chooses, lambda row: row.flips)
+    for row, count in places:
+        message = _choice(row, wide_dtype(result))
+        finding = weighed(place_finding(result, run, row, count, message, "compute its inputs in fp32"))
+        if run.status == "ok":
+            finding = finding.adding(integers or that_passes(run))._replace(help=None)
+        yield finding
+    # One finding for all of these, at the first: which one differs most varies between machines.
     pooled = [row for row in run.op_calls.rows() if is_pool(row)]
     flips, choices = sum(row.flips for row in pooled), sum(row.compared_choices for row in pooled)
-    if flips:  # one finding, at the first of them: which one differs most varies between machines
+    if flips:
         differ = f"pooling indices or pivots differ from {wide_dtype(result)} in {{flips:of element}}"
         message = say(differ, flips=[flips, choices])
         calls = sum(row.flips > 0 for row in pooled)
         finding = Finding(message, run, "", pooled[0].op, pooled[0].source, calls=calls)
-        yield finding if causes and found else weighed(finding)
+        yield finding if causes and places else weighed(finding)
     if others and decided is not None:
-        finding = Finding(decided, run=run, help="look for code that depends on the dtype", severity="warning")
-        yield finding._replace(matters=True)
-    if causes and not found and not flips:
+        advice = "look for code that depends on the dtype"
+        yield Finding(decided, run=run, help=advice, severity="warning", matters=True)
+    # The choices decide, but none was seen: they are made in Python.
+    if causes and not places and not flips:
         message = say("no op picks differently; values read by .tolist() or .numpy(), or Python code, may differ")
         yield weighed(Finding(message, run=run, help="compute them in fp32"))
 
 
 def _choice(row: OpCall, wide: str) -> Sentence:
-    """``argmax picked a different element than fp32 3 of 1,500 times (0.2 %)``, where ``wide`` is
-    fp32.
-    """
+    """``argmax picked a different element than fp32 3 of 1,500 times (0.2 %)``."""
     flips = [row.flips, row.compared_choices]
     if row.to_python and not row.flips:
         return say("a value is read into Python")
@@ -388,9 +376,7 @@ def _choice(row: OpCall, wide: str) -> Sentence:
 
 
 def _decided_by_choices(run: Run, others: Sequence[str]) -> Sentence | None:
-    """The error of the output with the choices of the run, and with those of fp32, if choices
-    decide whether it passes; or of the ``others``, ops that fp32 does not call there.
-    """
+    """The error with the choices of the run and with fp32's, or of ``others``, ops fp32 lacks."""
     error, same = run.output_error, error_with_same_choices(run)
     if error is None or same is None:
         return None
@@ -398,7 +384,10 @@ def _decided_by_choices(run: Run, others: Sequence[str]) -> Sentence | None:
         integers = "{share:percent} of the values differ, but {same:percent} with the same choices in fp32"
         return say(integers, share=error.distance, same=same)
     if others:
-        words = "it calls {ops:ops} where fp32 does not; output error {error:error}, but {same:error} where fp32 does the same"
+        words = (
+            "it calls {ops:ops} where fp32 does not; "
+            "output error {error:error}, but {same:error} where fp32 does the same"
+        )
         return say(words, ops=list(others), error=error.distance, same=same)
     errors = "output error {error:error}, but {same:error} with the same choices in fp32"
     return say(errors, error=error.distance, same=same)

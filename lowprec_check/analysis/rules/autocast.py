@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule, runs_under_autocast, runs_with_ops
 from lowprec_check.analysis.run_summary import is_cast
 from lowprec_check.schema.scan_result import ScanResult
-from lowprec_check.schema.statements import chained, say
+from lowprec_check.schema.statements import chained, say, say_if
 
 
 @rule("LP401", "cast-churn", "note")
@@ -33,18 +33,17 @@ def cast_churn(result: ScanResult) -> Iterator[Finding]:
         y = self.first(x) + self.second(x)
     """
     for run in runs_with_ops(result):
+        if not run.is_autocast:
+            continue
         cast = "aten._to_copy.default"
-        casts = []
-        if run.is_autocast:
-            casts = [row for row in run.op_calls.rows() if row.op == cast and row.is_forward]
+        casts = [row for row in run.op_calls.rows() if row.op == cast and row.is_forward]
         lines = Counter(row.source for row in casts if row.recast)
         if lines:
             [(source, most)], count = lines.most_common(1), lines.total()
             again = "{casts:of cast} repeated or undid an earlier cast of the same tensor"
-            here = None
-            if len(lines) > 1:
-                here = say("{here:number} of them here", here=most)
-            message = chained(say(again, casts=[count, len(casts)]), here)
+            message = chained(
+                say(again, casts=[count, len(casts)]), say_if(len(lines) > 1, "{here:number} of them here", here=most)
+            )
             yield Finding(message, run, "", cast, source, calls=count)
 
 
@@ -74,9 +73,11 @@ def vacuous_autocast(result: ScanResult) -> Iterator[Finding]:
         for cast in runs:
             if not is_cast(cast) or (cast.format, cast.backend) != (autocast.format, autocast.backend):
                 continue
+            # Ops that fail in the cast, and run here on inputs that autocast did not cast.
             missing = (gap for gap in cast.gaps if gap.kind == "missing-kernel")
             gaps = {gap.place for gap in missing if not runs_under_autocast(gap, autocast, result)}
             rows = [row for row in autocast.op_calls.rows() if row.place in gaps and row.dtypes.startswith("f32")]
             message = say("it runs here on fp32 inputs; in {other:text} it fails", other=cast.key.label)
+            # An error that the inputs bring along shows that they come from an op in 16 bits.
             for place, count in Counter(row.place for row in rows if not row.accumulated_error).items():
                 yield Finding(message, autocast, *place, help="call it on x.float() to be safe", calls=count)

@@ -9,20 +9,18 @@ from lowprec_check.analysis.rules.relevance import passing_elsewhere
 from lowprec_check.analysis.training_status import first_way, told, trained_runs
 from lowprec_check.schema.axes import device_type
 from lowprec_check.schema.scan_result import Run, ScanResult, Severity
-from lowprec_check.schema.statements import Sentence, chained, counted, say
+from lowprec_check.schema.statements import Sentence, chained, counted, say, say_if
 from lowprec_check.schema.training import ParameterGradient, TrainingWay
 from lowprec_check.schema.ways_to_train import DEFAULT_SCALE
 
+# A share of the elements of a gradient that is worth a finding.
 UNDERFLOWS = 0.1
-"""A share of the elements of a gradient that is worth a finding."""
 
+# `GradScaler` skips a step or two to find its scale; more than this share and number is odd.
 MANY_SKIPPED, LEAST_SKIPPED = 0.1, 2
-"""``GradScaler`` skips one or two steps until it has found its scale: more than this share of the
-steps, and that many.
-"""
 
+# What these findings have in place of an op.
 _GRADIENT = "gradient"
-"""What these findings have in place of an op."""
 
 
 @rule("LP501", "gradient-underflow", "warning")
@@ -60,18 +58,18 @@ def gradient_underflow(result: ScanResult) -> Iterator[Finding]:
         for gradient in training.gradients:
             if gradient.underflow >= UNDERFLOWS:
                 modules.setdefault(gradient.parameter.rpartition(".")[0], []).append(gradient)
+        # Ways that scaled the loss and trained: the recommended one, the usual one, the others.
         best, usual = result.recommendation, training.ways[:1]
         if best is not None and (best.label, best.keep_fp32) == (run.key.label, run.keep_fp32):
             usual = [*(way for way in training.ways if way.name == best.way), *usual]
         tried = (way for way in (*usual, *training.ways) if way.initial_scale and way.status == "ok")
         scaled = [way for way in tried if not way.declared.is_trap]
-        for module, found in sorted(modules.items(), key=lambda item: -_mean_underflow(item[1])):
-            message = say(
-                "gradients that are non-zero in fp32 became zero: {share:percent} of the elements of {parameters:names}",
-                share=_mean_underflow(found),
-                parameters=[gradient.parameter.rpartition(".")[2] for gradient in found],
-            )
-            left = [(way, 0.0 if way.underflow is None else _mean_underflow(found, way.underflow)) for way in scaled]
+        for module, gradients in sorted(modules.items(), key=lambda item: -_mean_underflow(item[1])):
+            names = [gradient.parameter.rpartition(".")[2] for gradient in gradients]
+            became = "gradients that are non-zero in fp32 became zero"
+            words = f"{became}: {{share:percent}} of the elements of {{parameters:names}}"
+            message = say(words, share=_mean_underflow(gradients), parameters=names)
+            left = [(way, _mean_underflow(gradients, way.underflow or {})) for way in scaled]
             helps = next((way for way, share in left if share < UNDERFLOWS), None)
             advice, added = _scaling(run, helps), None
             if helps is not None and helps in usual:
@@ -81,32 +79,33 @@ def gradient_underflow(result: ScanResult) -> Iterator[Finding]:
                 added = say(still, share=share, way=way.declared.words, scale=way.initial_scale)
                 if helps is None:
                     advice = say("try a larger initial scale, or the module in fp32")
-            yield Finding(
-                chained(message, added),
-                run,
-                module,
-                _GRADIENT,
-                help=chained(advice, passing_elsewhere(run, result), between=", or "),
-                severity="note" if helps in usual else None,
-            )
+            message = chained(message, added)
+            advice = chained(advice, passing_elsewhere(run, result), between=", or ")
+            severity: Severity | None = "note" if helps in usual else None
+            yield Finding(message, run, module, _GRADIENT, help=advice, severity=severity)
 
 
 def _scaling(run: Run, way: TrainingWay | None) -> Sentence:
     """How to scale the loss, in the ``way`` that was tried."""
-    scale = way.initial_scale if way is not None else None
-    first = ""
-    if scale not in (None, DEFAULT_SCALE):
-        first = f", init_scale={scale:.15g}"
-    needs = "" if run.is_autocast else ", with fp32 weights: under autocast, or as fp32 master weights"
+    does, first, needs = "try to scale", "", ""
+    if way is not None:
+        does = "scale"
+        if way.initial_scale not in (None, DEFAULT_SCALE):
+            first = f", init_scale={way.initial_scale:.15g}"
+    if not run.is_autocast:
+        needs = ", with fp32 weights: under autocast, or as fp32 master weights"
     code = f'torch.amp.GradScaler("{device_type(run.device)}"{first})'
-    return say(f"{'scale' if way is not None else 'try to scale'} the loss: {{code:text}}{needs}", code=code)
+    return say(f"{does} the loss: {{code:text}}{needs}", code=code)
 
 
 def _mean_underflow(gradients: Sequence[ParameterGradient], scaled: Mapping[str, float] | None = None) -> float:
-    """Of all elements of ``gradients``; ``scaled`` has the shares with a loss scale, by parameter."""
-    elements = sum(gradient.elements for gradient in gradients)
-    shares = (one.underflow if scaled is None else scaled.get(one.parameter, 0.0) for one in gradients)
-    return sum(share * one.elements for share, one in zip(shares, gradients, strict=True)) / max(elements, 1)
+    """The share of all elements; ``scaled`` has the shares with a loss scale, by parameter."""
+    elements, underflowed = 0, 0.0
+    for gradient in gradients:
+        share = gradient.underflow if scaled is None else scaled.get(gradient.parameter, 0.0)
+        elements += gradient.elements
+        underflowed += share * gradient.elements
+    return underflowed / max(elements, 1)
 
 
 @rule("LP502", "gradient-not-finite", "error")
@@ -135,25 +134,26 @@ def gradient_not_finite(result: ScanResult) -> Iterator[Finding]:
         y = x.float().square().sum(-1).sqrt().to(x.dtype)
     """
     for run, training in trained_runs(result):
-        wrong, way = [found for found in training.gradients if found.overflow > 0], training.way("plain")
+        wrong, way = [gradient for gradient in training.gradients if gradient.overflow > 0], training.way("plain")
         if not wrong or way is None or way.losses[:1] in ([], [None]):  # the loss of these gradients is not finite
             continue
-        elements = sum(max(1, round(found.overflow * found.elements)) for found in wrong)
-        message = say(
-            "the gradients of {parameters:names} have NaN or Inf where those of fp32 are finite, in {values:of element}",
-            parameters=[found.parameter for found in wrong],
-            values=[elements, sum(found.elements for found in wrong)],
-        )
-        forward, largest = say("try the forward op in fp32, on x.float()"), max(found.absmax or 0.0 for found in wrong)
+        elements = sum(max(1, round(gradient.overflow * gradient.elements)) for gradient in wrong)
+        where = "where those of fp32 are finite, in {values:of element}"
+        names, total = [gradient.parameter for gradient in wrong], sum(gradient.elements for gradient in wrong)
+        words = f"the gradients of {{parameters:names}} have NaN or Inf {where}"
+        message = say(words, parameters=names, values=[elements, total])
+        # If even those of fp32 do not fit the dtype, a smaller scale helps, not the op in fp32.
+        largest = max(gradient.absmax or 0.0 for gradient in wrong)
+        forward = say("try the forward op in fp32, on x.float()")
         if run.format is not None and largest > run.format.largest:
-            words = (
-                "scale the loss down, as GradScaler does: in fp32 they are up to {largest:figure}, over {limit:scale}"
-            )
-            forward = say(words, largest=largest, limit=run.format.largest)
+            words = "scale the loss down, as GradScaler does: in fp32 they are up to {largest:figure}"
+            forward = say(f"{words}, over {{limit:scale}}", largest=largest, limit=run.format.largest)
         advice = chained(forward, passing_elsewhere(run, result), between=", or ")
         first_tried, setup = first_way(run), result.training
-        fails = setup is None or first_tried is None or told(first_tried, setup)
-        severity: Severity | None = None if fails else "warning"
+        severity: Severity | None = None
+        if setup is not None and first_tried is not None and not told(first_tried, setup):
+            severity = "warning"
+        # The first op of the backward pass that turns finite values into NaN or Inf.
         backward = (row for row in run.op_calls.rows() if row.phase == "backward")
         first = next((row for row in backward if row.introduced_nan or row.introduced_inf), None)
         if first is None:
@@ -161,11 +161,9 @@ def gradient_not_finite(result: ScanResult) -> Iterator[Finding]:
             message = chained(message, say("no op of the analysis turns finite values into them"))
             yield Finding(message, run, module, _GRADIENT, help=advice, severity=severity)
             continue
-        origin, what = (
-            "{what:text} originates in {op:op}, whose inputs are finite",
-            "NaN" if first.introduced_nan else "Inf",
-        )
-        message, source = chained(message, say(origin, what=what, op=first.op)), line_of(first, result)
+        what = "NaN" if first.introduced_nan else "Inf"
+        origin = say("{what:text} originates in {op:op}, whose inputs are finite", what=what, op=first.op)
+        message, source = chained(message, origin), line_of(first, result)
         yield Finding(message, run, first.module, first.op, source, help=advice, severity=severity)
 
 
@@ -197,16 +195,14 @@ def scaler_skips(result: ScanResult) -> Iterator[Finding]:
             named = ""
             if way.name != "grad-scaler":
                 named = f"{way.declared.words}: "
-            suggested, initial, scale = training.loss_scale, way.initial_scale or 0.0, None
-            if initial:
-                scale = say(" with an initial loss scale of {scale:scale}", scale=initial)
+            suggested, initial = training.loss_scale, way.initial_scale or 0.0
+            scale = say_if(initial, " with an initial loss scale of {scale:scale}", scale=initial)
             skipped = say("{way:text}GradScaler skipped {steps:count step}", way=named, steps=way.skipped_steps)
             message = chained(skipped, scale, say(": gradients overflow"), between="")
+            # The scale that was tried with success, else a hint from where this one ended.
             advice = "try a smaller initial scale"
             if suggested is not None and suggested.scale < initial and suggested.skipped_steps is not None:
-                fewer = "no step"
-                if suggested.skipped_steps:
-                    fewer = counted(suggested.skipped_steps, "step")
+                fewer = counted(suggested.skipped_steps, "step") if suggested.skipped_steps else "no step"
                 advice = f"use GradScaler(init_scale={suggested.scale:.15g}), which skipped {fewer}"
             elif way.final_scale and way.final_scale < initial:
                 advice += f": it ended at {way.final_scale:g}"

@@ -1,6 +1,4 @@
-"""LP306, LP308 to LP310: what backends and compilers do otherwise than eager mode, and what they
-say while they compile.
-"""
+"""LP306, LP308 to LP310: where backends and compilers differ from eager mode, and warn."""
 
 from __future__ import annotations
 
@@ -8,11 +6,11 @@ from collections.abc import Iterator
 from typing import Literal
 
 from lowprec_check.analysis.rules.registry import Finding, rule
+from lowprec_check.analysis.statements.status import remarks_of
 from lowprec_check.schema.axes import project_of
-from lowprec_check.schema.backend_checks import CompilerCheck
 from lowprec_check.schema.run_key import EAGER
-from lowprec_check.schema.scan_result import Run, ScanResult, Severity
-from lowprec_check.schema.statements import Sentence, say
+from lowprec_check.schema.scan_result import ScanResult, Severity
+from lowprec_check.schema.statements import say
 
 
 @rule("LP306", "compiled-worse", "error")
@@ -43,48 +41,38 @@ def compiled_worse(result: ScanResult) -> Iterator[Finding]:
     """
     for run in result.runs:
         check = run.compiler
-        if check is not None and check.verdict == "worse":
-            advice = ""
-            if check.culprit:
-                advice = f"torch's bisection finds {check.culprit}; "
-            if check.emulated is not None and check.emulated != "worse":
-                config = "torch._inductor.config.emulate_precision_casts"
-                advice += f"set {config} = True, with which it was not worse"
-            else:
-                project = "pytorch/pytorch"
-                if run.backend != EAGER:
-                    project = project_of(run.backend)
-                advice += f"use eager mode, and report the fault to {project}"
-            severity: Severity | None = "warning" if run.status == "ok" else None
-            source = result.model.source
-            yield Finding(_what_compiling_does(run, check), run, source=source, help=advice, severity=severity)
-
-
-def _what_compiling_does(run: Run, check: CompilerCheck) -> Sentence:
-    what = "the compiled model" if run.backend == EAGER else run.backend
-    where = ""
-    if check.tensors > 1:
-        where = f" in tensor {check.tensor} of the output"
-    about = {"what": what, "where": where, "exact": check.exact}
-    if check.nonfinite:
-        return say(
-            "{what:text} gives {values:count NaN or Inf value}{where:text} where eager and {exact:text} have numbers",
-            **about,
-            values=check.nonfinite,
-        )
-    if check.decisions:
-        return say(
-            "{what:text} changes {compiled:of decision}{where:text} against {exact:text}; eager changes {eager:number}",
-            **about,
-            compiled=[check.compiled_changed, check.decisions],
-            eager=check.eager_changed,
-        )
-    return say(
-        "the error of {what:text} against {exact:text} is {compiled:error}{where:text}, that of eager {eager:error}",
-        **about,
-        compiled=check.compiled_error,
-        eager=check.eager_error or 0.0,
-    )
+        if check is None or check.verdict != "worse":
+            continue
+        # A run in eager mode is here that of a model which its user has compiled.
+        about, project = {"what": run.backend, "where": "", "exact": check.exact}, project_of(run.backend)
+        if run.backend == EAGER:
+            about["what"], project = "the compiled model", "pytorch/pytorch"
+        if check.tensors > 1:
+            about["where"] = f" in tensor {check.tensor} of the output"
+        if check.nonfinite:
+            words = "{what:text} gives {values:count NaN or Inf value}{where:text}"
+            message = say(f"{words} where eager and {{exact:text}} have numbers", **about, values=check.nonfinite)
+        elif check.decisions:
+            words = "{what:text} changes {compiled:of decision}{where:text} against {exact:text}"
+            compiled = [check.compiled_changed, check.decisions]
+            eager_changed = check.eager_changed
+            message = say(f"{words}; eager changes {{eager:number}}", **about, compiled=compiled, eager=eager_changed)
+        else:
+            words = "the error of {what:text} against {exact:text} is {compiled:error}{where:text}"
+            compiled_error, eager_error = check.compiled_error, check.eager_error or 0.0
+            message = say(
+                f"{words}, that of eager {{eager:error}}", **about, compiled=compiled_error, eager=eager_error
+            )
+        advice = ""
+        if check.culprit:
+            advice = f"torch's bisection finds {check.culprit}; "
+        if check.emulated is not None and check.emulated != "worse":
+            config = "torch._inductor.config.emulate_precision_casts"
+            advice += f"set {config} = True, with which it was not worse"
+        else:
+            advice += f"use eager mode, and report the fault to {project}"
+        severity: Severity | None = "warning" if run.status == "ok" else None
+        yield Finding(message, run, source=result.model.source, help=advice, severity=severity)
 
 
 @rule("LP308", "backend-differs", "warning")
@@ -108,21 +96,21 @@ def backend_differs(result: ScanResult) -> Iterator[Finding]:
         y = compiled(x.clone()).to(x.dtype)
     """
     for run in result.runs:
-        found = run.backend_check
-        if found is None:
+        check = run.backend_check
+        if check is None:
             continue
-        advice = f"use eager mode, or report this to {project_of(run.backend)}"
-        if found.changed:
+        project = project_of(run.backend)
+        if check.changed:
             words = "{values:names} {differ:text} after two calls than after two calls in eager mode"
-            differ = "has other values" if len(found.changed) == 1 else "have other values"
-            yield Finding(say(words, values=found.changed, differ=differ), run, help=advice, severity="error")
-        for eager, other in found.dtypes:
-            words = "its output is {other:text}, that of eager mode {eager:text}"
-            yield Finding(
-                say(words, other=other, eager=eager),
-                run,
-                help=f"cast the output, or report this to {project_of(run.backend)}",
+            differ = "has other values" if len(check.changed) == 1 else "have other values"
+            message, advice = (
+                say(words, values=check.changed, differ=differ),
+                f"use eager mode, or report this to {project}",
             )
+            yield Finding(message, run, help=advice, severity="error")
+        for eager, other in check.dtypes:
+            message = say("its output is {other:text}, that of eager mode {eager:text}", other=other, eager=eager)
+            yield Finding(message, run, help=f"cast the output, or report this to {project}")
 
 
 @rule("LP309", "compiler-warning", "note")
@@ -172,11 +160,12 @@ def graph_break(result: ScanResult) -> Iterator[Finding]:
 
 def _remarks(result: ScanResult, kind: Literal["warning", "graph-break"]) -> Iterator[Finding]:
     for run in result.runs:
-        for its in run.backend_check.remarks if run.backend_check is not None else []:
-            if its.kind != kind:
+        for remark in remarks_of(run):
+            if remark.kind != kind:
                 continue
             if kind == "warning":
                 severity: Severity = "note" if run.status in ("ok", "unjudged") else "warning"
-                yield Finding(say("{text:text}", text=its.text), run, source=its.source, severity=severity)
-                continue
-            yield Finding(say("graph break: {text:text}", text=its.text), run, source=its.source, calls=its.count)
+                yield Finding(say("{text:text}", text=remark.text), run, source=remark.source, severity=severity)
+            else:
+                message = say("graph break: {text:text}", text=remark.text)
+                yield Finding(message, run, source=remark.source, calls=remark.count)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
 from lowprec_check.analysis.rules.relevance import recommended_instead
 from lowprec_check.analysis.training_status import first_way, told, trained_runs, way_text
-from lowprec_check.schema.scan_result import ScanResult
-from lowprec_check.schema.statements import Sentence, chained, say
+from lowprec_check.schema.scan_result import ScanResult, Severity
+from lowprec_check.schema.statements import Sentence, chained, say, say_if
 from lowprec_check.schema.training import Divergence, TrainingSetup, TrainingWay
 
 _UNSCALE = "Attempting to unscale FP16 gradients"
@@ -47,18 +47,19 @@ def unscale_fp16(result: ScanResult) -> Iterator[Finding]:
         if failed is None or failed.exception is None:
             continue
         words = "{error:text}: GradScaler needs gradients, and so weights, in fp32"
+        message = say(words, error=failed.exception.text.rstrip("."))
+        # What passed with weights in fp32 in the same scan.
         fp16 = [other for other in low_runs(result) if run.format is not None and other.format == run.format]
         autocast = [other for other in fp16 if other.is_autocast and other.status == "ok"]
-        masters = training.way("master-weights-scaled")
         passed = [f"{other.precision} with GradScaler" for other in autocast[:1]]
-        passed += [masters.declared.words] if masters is not None and masters.status == "ok" else []
-        untried = "try autocast with GradScaler, or fp32 master weights and GradScaler"
-        yield Finding(
-            say(words, error=failed.exception.text.rstrip(".")),
-            run,
-            help=f"use {' or '.join(passed)}" if passed else untried,
-            severity=None if failed is training.ways[0] else "note",
-        )
+        masters = training.way("master-weights-scaled")
+        if masters is not None and masters.status == "ok":
+            passed.append(masters.declared.words)
+        advice = "try autocast with GradScaler, or fp32 master weights and GradScaler"
+        if passed:
+            advice = f"use {' or '.join(passed)}"
+        severity: Severity | None = None if failed is training.ways[0] else "note"
+        yield Finding(message, run, help=advice, severity=severity)
 
 
 @rule("LP507", "training-diverges", "error")
@@ -98,25 +99,23 @@ def training_diverges(result: ScanResult) -> Iterator[Finding]:
         way = first_way(run)
         if setup is None or way is None or way.status in ("ok", "error"):
             continue
-        parameter = way.divergence.parameter if way.divergence else None
-        if way.status == "nonfinite":
-            message = _nonfinite(way, setup)
-        else:
-            message = _outside(way.divergence)
+        message = _nonfinite(way, setup) if way.status == "nonfinite" else _outside(way.divergence)
         module = None
-        if parameter:
-            module = parameter.rpartition(".")[0]
+        if way.divergence and way.divergence.parameter:
+            module = way.divergence.parameter.rpartition(".")[0]
+        # What the scan recommends is known to train; else only hints are left.
         advice, best = "fix the other findings of this run, or try the module in fp32", recommended_instead(run, result)
         if best is not None and best.keep_fp32 and best.label == run.key.label:
-            trained = ""
+            advice = "keep the modules in fp32 that the recommendation names"
             if way_text(best.way):
-                trained = f", and train{way_text(best.way)}"
-            advice = f"keep the modules in fp32 that the recommendation names{trained}"
+                advice += f", and train{way_text(best.way)}"
         elif best is not None:
             advice = f"use {best.elsewhere}{way_text(best.way)}"
+        severity: Severity | None = None
         if not told(way, setup):
+            severity = "warning"
             message = chained(message, say("{steps:count step} cannot tell whether it trains worse", steps=setup.steps))
-        yield Finding(message, run, module, help=advice, severity=None if told(way, setup) else "warning")
+        yield Finding(message, run, module, help=advice, severity=severity)
 
 
 def _nonfinite(way: TrainingWay, setup: TrainingSetup) -> Sentence:
@@ -125,37 +124,38 @@ def _nonfinite(way: TrainingWay, setup: TrainingSetup) -> Sentence:
         scales = "GradScaler skips step {step:number} with every scale: gradients are not finite"
         return say(scales, step=len(way.losses) + 1)
     if None in way.losses:
-        step = way.losses.index(None)
-        if step + 1 > setup.steps:
-            return say("the loss is NaN or Inf after step {step:number}, where fp32 is finite", step=step)
-        return say("the loss is NaN or Inf in step {step:number}, where fp32 is finite", step=step + 1)
+        step, when = way.losses.index(None), "after"  # the loss after the last step is computed once more
+        if step + 1 <= setup.steps:
+            step, when = step + 1, "in"
+        return say(f"the loss is NaN or Inf {when} step {{step:number}}, where fp32 is finite", step=step)
     weights = "weights are NaN or Inf after step {step:number}, where fp32 is finite"
     return say(weights, step=way.failed_step or setup.steps)
 
 
-def _outside(found: Divergence | None) -> Sentence:
+def _outside(divergence: Divergence | None) -> Sentence:
     """In which step the run leaves the range, and by how much."""
-    if found is None:
+    if divergence is None:
         return say("the trajectory leaves the range of fp32 runs from other seeds")
-    if not found.step:
-        first = "the loss is outside the range of fp32 runs before the first step: off by {value:three}"
-        return say(first, value=found.value)
-    if found.stands_still:
-        still = "from step {step:number} on, {name:text} has moved {value:figure} times as far as in fp32; the limit is {limit:three}"
-        return say(still, step=found.step, name=found.parameter or "", value=found.value, limit=found.limit)
-    told = say(_OUTSIDE.get(found.what, _OUTSIDE["progress"]), step=found.step, value=found.value, limit=found.limit)
-    furthest = None
-    if found.parameter:
-        furthest = say("furthest from fp32: {parameter:text}", parameter=found.parameter)
-    return chained(told, furthest)
+    step, value, limit = divergence.step, divergence.value, divergence.limit
+    if not step:
+        return say(
+            "the loss is outside the range of fp32 runs before the first step: off by {value:three}", value=value
+        )
+    from_step, ends = "from step {step:number} on, ", "the limit is {limit:three}"
+    if divergence.stands_still:
+        still = f"{from_step}{{name:text}} has moved {{value:figure}} times as far as in fp32; {ends}"
+        return say(still, step=step, name=divergence.parameter or "", value=value, limit=limit)
+    what = _OUTSIDE.get(divergence.what, _OUTSIDE["progress"])
+    outside = say(f"{from_step}{what}{ends}", step=step, value=value, limit=limit)
+    parameter = divergence.parameter
+    return chained(outside, say_if(parameter, "furthest from fp32: {parameter:text}", parameter=parameter))
 
 
+# How the quantity that was compared left the range, by its name.
 _OUTSIDE = {
-    "loss": "from step {step:number} on, the loss is outside the range of fp32 runs: it has changed by {value:three}, "
-    "the limit is {limit:three}",
-    "weights": "from step {step:number} on, the weights differ from those of fp32 by {value:figure} of the way that these moved; "
-    "the limit is {limit:three}",
-    "progress": "from step {step:number} on, the weights have moved {value:figure} times as far as in fp32; the limit is {limit:three}",
+    "loss": "the loss is outside the range of fp32 runs: it has changed by {value:three}, ",
+    "weights": "the weights differ from those of fp32 by {value:figure} of the way that these moved; ",
+    "progress": "the weights have moved {value:figure} times as far as in fp32; ",
 }
 
 
@@ -190,9 +190,12 @@ def stale_autocast_cache(result: ScanResult) -> Iterator[Finding]:
         first, around = first_way(run), training.way("one-autocast")
         if first is None or around is None or first.status != "ok" or around.status not in ("inaccurate", "nonfinite"):
             continue
-        courses = _course("in one autocast block around all steps", around), _course("entered in each step", first)
-        if courses[0]:
-            message = chained(*courses)
+        fails, passes = (
+            _course("in one autocast block around all steps", around),
+            _course("entered in each step", first),
+        )
+        if fails:
+            message = chained(fails, passes)
         else:
             message = say("in one autocast block around all steps, training fails")
         yield Finding(message, run, help="enter autocast once per step, around the forward pass and the loss")

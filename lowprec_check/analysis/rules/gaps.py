@@ -1,6 +1,4 @@
-"""Findings of gaps, failures that fp32 does not have: whether the run fails by them, and what to
-do.
-"""
+"""Findings of gaps (failures that fp32 does not have): severity and advice."""
 
 from __future__ import annotations
 
@@ -16,90 +14,91 @@ from lowprec_check.schema.statements import chained, say
 
 
 def from_gaps(result: ScanResult, kind: GapKind, help: str | Callable[[Gap, Run], str]) -> Iterator[Finding]:
-    """A finding for each gap (a failure that fp32 does not have) of that kind; ``help`` is about
-    one in the forward pass.
-    """
+    """A finding for each gap of ``kind``; ``help`` is about one in the forward pass."""
     for run in low_runs(result):
-        ends = run.status in ("ok", "unjudged", "inaccurate", "nonfinite")
-        if ends:
-            fails_by = set()
-        else:
+        fails_by = set()
+        if run.status not in ("ok", "unjudged", "inaccurate", "nonfinite"):
             fails_by = {id(gap) for gap in failing_gaps(run)}
         caught = say("the model catches this exception and continues")
         if run.backend != EAGER:  # gaps are those of eager mode
             caught = say("only in eager mode, the {backend:text} backend runs it", backend=run.backend)
-        by_values = {gap.place for gap in run.gaps if gap.kind == "numeric-failure"}
         for gap in run.gaps:
             if gap.kind != kind:
                 continue
-            advice, fix = help if isinstance(help, str) else help(gap, run), catalog_fix(gap, run, result)
-            if gap.custom_function is not None and run.is_autocast:
-                advice, fix = _with_own_casts(gap.custom_function, run), None
-            elif gap.phase in ADVICE and gap.custom_function is None:
-                advice = advice_for(gap.phase, run, advice) + or_autocast(gap, run, result)
-            elif kind != "numeric-failure" and gap.place in by_values:
-                advice = "compute it and its inputs in fp32" + or_autocast(gap, run, result)
             harmless = id(gap) not in fails_by
-            continued = caught if harmless and not gap.is_between_casts else None
+            advice, continued = _advice(gap, run, result, help), caught if harmless else None
             if gap.layer == "backend":
                 advice = f"use {'fp32' if harmless else 'another backend'}, or other ops here"
-                fix = continued = None
+            if gap.layer == "backend" or gap.is_between_casts:
+                continued = None
+            # A predicted run rests on the catalog, or on code that ran here.
+            rests_on = gap.predicted_by
+            if not rests_on and run.evidence == "predicted":
+                rests_on = RAN_HERE
+            message = chained(in_phase_of(gap.phase, say("{error:text}", error=gap.message)), continued)
             yield Finding(
-                chained(in_phase_of(gap.phase, say("{error:text}", error=gap.message)), continued),
+                message,
                 run,
                 gap.module,
                 gap.op,
                 line_of(gap, result),
-                help="; ".join(filter(None, (advice, fix))),
+                help=advice,
                 calls=gap.calls,
                 severity="note" if harmless else None,
-                rests_on=gap.predicted_by or (RAN_HERE if run.evidence == "predicted" else None),
+                rests_on=rests_on,
             )
 
 
-def _with_own_casts(function: str, run: Run) -> str:
-    """What to do about a ``torch.autograd.Function`` whose ``backward``, which runs without
-    autocast, gets other dtypes than in fp32.
-    """
-    device = device_type(run.device)
-    return (
-        f'decorate {function}.forward with @torch.amp.custom_fwd(device_type="{device}", cast_inputs=torch.float32) '
-        f'and {function}.backward with @torch.amp.custom_bwd(device_type="{device}")'
-    )
+def _advice(gap: Gap, run: Run, result: ScanResult, help: str | Callable[[Gap, Run], str]) -> str:
+    """What to do about ``gap``, and the release that fixes it."""
+    if gap.custom_function is not None and run.is_autocast:
+        # Its ``backward``, which runs without autocast, gets other dtypes than in fp32.
+        function, device = gap.custom_function, device_type(run.device)
+        forward = f'@torch.amp.custom_fwd(device_type="{device}", cast_inputs=torch.float32)'
+        backward = f'@torch.amp.custom_bwd(device_type="{device}")'
+        return f"decorate {function}.forward with {forward} and {function}.backward with {backward}"
+    advice = help if isinstance(help, str) else help(gap, run)
+    by_values = {other.place for other in run.gaps if other.kind == "numeric-failure"}
+    if gap.phase in ADVICE and gap.custom_function is None:
+        advice = advice_for(gap.phase, run, advice) + or_autocast(gap, run, result)
+    elif gap.kind != "numeric-failure" and gap.place in by_values:
+        advice = "compute it and its inputs in fp32" + or_autocast(gap, run, result)
+    return "; ".join(filter(None, (advice, catalog_fix(gap, run, result))))
 
 
 def back(gap: Gap, result: str = "the result back") -> str:
-    """What to cast back after an op in fp32: there are no 16-bit dtypes for most complex results."""
-    return "back the real values computed from its result" if gap.gives_complex else result
+    """What to cast back after an op in fp32: most complex results have no 16-bit dtype."""
+    if gap.gives_complex:
+        return "back the real values computed from its result"
+    return result
 
 
 def or_autocast(gap: Gap, run: Run, result: ScanResult) -> str:
-    """``, or use autocast, where it runs`` of the run's own dtype in this scan, else of the one
-    named, if possible one that passes; empty if the op fails there too, or the output is wrong.
+    """``, or use autocast, where it runs`` of the run's own dtype in this scan, else of another,
+    if possible one that passes; empty if the op fails there too, or the output is wrong.
     """
-
-    def runs(other: Run) -> bool:
-        """Whether it reached the op, neither that nor a function at its line, which may call it,
-        needed help, and it does not fail for another reason.
-        """
-        fails = any(
-            its.op == gap.op or (its.layer == "function" and (its.module, its.source) == (gap.module, gap.source))
-            for its in other.gaps
-        )
-        reached = other.complete or gap.op in other.op_calls.op
-        raises = other.status == "error" and not other.gaps  # what it raises is no missing kernel
-        is_wrong = other.status in ("inaccurate", "nonfinite") or raises or fails_elsewhere(other)
-        return not fails and reached and not is_wrong
-
     if run.is_autocast:
         return ""
     tried = [other for other in tried_runs(result) if other.is_autocast]
     if not tried:
         return ", or try autocast"
-    found = list(filter(runs, tried))
-    found = [other for other in found if passes_all(other, result.runs)] or found
-    if any(other.format == run.format for other in found):
+    reaching = [other for other in tried if _gets_past(gap, other)]
+    reaching = [other for other in reaching if passes_all(other, result.runs)] or reaching
+    if any(other.format == run.format for other in reaching):
         return ", or use autocast, where it runs"
-    if found:
-        return f", or use {found[0].key.label}, where it runs"
+    if reaching:
+        return f", or use {reaching[0].key.label}, where it runs"
     return ""
+
+
+def _gets_past(gap: Gap, other: Run) -> bool:
+    """Whether ``other`` runs the op of ``gap`` without help, and fails for no other reason."""
+    for failed in other.gaps:
+        # A function at the line of the op may be what calls it.
+        is_caller = failed.layer == "function" and (failed.module, failed.source) == (gap.module, gap.source)
+        if failed.op == gap.op or is_caller:
+            return False
+    reached = other.complete or gap.op in other.op_calls.op
+    raises = other.status == "error" and not other.gaps  # what it raises is no missing kernel
+    is_wrong = other.status in ("inaccurate", "nonfinite") or raises or fails_elsewhere(other)
+    return reached and not is_wrong

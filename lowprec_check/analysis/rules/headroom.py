@@ -1,6 +1,4 @@
-"""LP205, LP307: how close the values of a run that passes come to the limits of their dtype, and
-whether it fails on other inputs.
-"""
+"""LP205, LP307: runs that pass, but come near the limits of their dtype or fail elsewhere."""
 
 from __future__ import annotations
 
@@ -20,25 +18,24 @@ from lowprec_check.analysis.rules.relevance import (
 from lowprec_check.analysis.run_summary import fails_elsewhere, ranges_by_place
 from lowprec_check.analysis.statements.status import fails_on_further
 from lowprec_check.schema.axes import calibrates
-from lowprec_check.schema.measures import InputsTried
 from lowprec_check.schema.precisions import FP32, FloatFormat
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.statements import Sentence, chained, plain, say
+from lowprec_check.schema.statements import Sentence, chained, plain, say, say_if
 
+# A note if a value this many times as large would overflow.
 LITTLE_ROOM = 4.0
-"""A note if a value this many times as large would overflow."""
 
+# A note if this share of an op's non-zeros is below the smallest normal number.
 MANY_SUBNORMAL = 0.1
-"""A note if this share of an op's non-zeros is below the smallest normal number."""
 
+# A warning needs a batch that exceeds the first by this factor, ...
 GROWTH = 1.5
-"""A warning needs a batch that exceeds the first by this factor, ..."""
 
+# ... and leaves less room than this factor, ...
 USED_UP = 2.0
-"""... and leaves less room than this factor, ..."""
 
+# ... or loses this share of an op's non-zeros.
 MOST_FLUSHED = 0.5
-"""... or loses this share of an op's non-zeros."""
 
 
 @rule("LP205", "little-headroom", "note")
@@ -47,10 +44,11 @@ def little_headroom(result: ScanResult) -> Iterator[Finding]:
 
     Observed, in a run with status `ok`, of all ops whose output is in 16 bits:
 
-    - the op whose largest value is closest to the largest number of the dtype, if a value 4 times as large overflows
-      (more than 16376 in fp16);
-    - the op with the largest share of non-zero values below the smallest normal number, if it is at least 10 %. In fp16
-      that number is 6e-5: smaller values lose digits, and those below 3e-8 become zero.
+    - the op whose largest value is closest to the largest number of the dtype, if a value 4 times
+      as large overflows (more than 16376 in fp16);
+    - the op with the largest share of non-zero values below the smallest normal number, if it is at
+      least 10 %. In fp16 that number is 6e-5: smaller values lose digits, and those below 3e-8
+      become zero.
 
     There is one note per run, for both. Weights are not counted, since they do not depend on the
     input, nor are values at the very limit, such as `finfo.min` in masks. bf16 has the range of
@@ -60,9 +58,10 @@ def little_headroom(result: ScanResult) -> Iterator[Finding]:
     It is a warning, one per run, if `--batches N` shows that the headroom is used up:
 
     - an op overflows on a further batch, but not on the first;
-    - or its largest value is at least 1.5 times that of the first batch, and less than a factor of 2 remains: two more
-      such steps overflow;
-    - or at least half of its non-zeros become zero, and at least 1.5 times as many as on the first batch.
+    - or its largest value is at least 1.5 times that of the first batch, and less than a factor of
+      2 remains: two more such steps overflow;
+    - or at least half of its non-zeros become zero, and at least 1.5 times as many as on the first
+      batch.
 
     Usual causes: unscaled sums, squares and attention scores (top); gradients, probabilities,
     squares of small values, weights and inputs of small scale (bottom).
@@ -77,25 +76,24 @@ def little_headroom(result: ScanResult) -> Iterator[Finding]:
     """
     wide = wide_dtype(result)
     for run in runs_with_ops(result):
-        places = []
-        if run.status == "ok":
-            places = list(_places(run, result))
-        grown = [(place, place.growth(wide)) for place in places]
+        if run.status != "ok":
+            continue
+        grown = [(place, place.growth(wide)) for place in _places(run, result)]
         growing = [(place, *growth) for place, growth in grown if growth is not None]
         if growing:
-            worst, rank, grows = min(growing, key=lambda found: found[1])
+            worst, rank, grows = min(growing, key=lambda growth: growth[1])
             worse = [place for place, (kind, _), _ in growing if kind == rank[0]]
             message = chained(_with_others(grows, worse), that_passes(run))
             advice = wider_range(run, result, worst.module)
             yield Finding(message, run, worst.module, worst.op, worst.source, help=advice, severity="warning")
-        said, tightest = _summary([place for place, growth in grown if growth is None], wide)
+        # The note is about the other places, so that no place is named twice.
+        parts, tightest = _summary([place for place, growth in grown if growth is None], wide)
         if tightest is not None:
-            tried = len(tightest.largest)
-            on_all = None
+            tried, check = len(tightest.largest), "check it on more inputs: --batches 8"
             if tried > 1:
-                on_all = say("the worst of {batches:count batch}", batches=tried)
-            check = "try the module in fp32 if it fails" if tried > 1 else "check it on more inputs: --batches 8"
-            yield Finding(chained(*said, on_all), run, tightest.module, tightest.op, tightest.source, help=check)
+                check = "try the module in fp32 if it fails"
+                parts.append(say("the worst of {batches:count batch}", batches=tried))
+            yield Finding(chained(*parts), run, tightest.module, tightest.op, tightest.source, help=check)
 
 
 class _Place(NamedTuple):
@@ -114,9 +112,7 @@ class _Place(NamedTuple):
     def room(self) -> float:
         """The factor by which the largest value may grow before it overflows."""
         most = max(self.largest)
-        if most:
-            return self.format.largest / most
-        return float("inf")
+        return self.format.largest / most if most else float("inf")
 
     @property
     def small(self) -> float:
@@ -124,82 +120,74 @@ class _Place(NamedTuple):
         return max(self.subnormal)
 
     def growth(self, wide: str) -> tuple[tuple[int, float], Sentence] | None:
-        """How the values grow beyond the range from batch to batch, after a rank that is smaller
-        for what is worse. ``wide`` is the dtype that ops are compared with.
-        """
-        first, most = self.largest[0], max(self.largest)
+        """A rank, smaller for what is worse, and how values outgrow the range between batches."""
         overflowing = next((number for number, count in enumerate(self.overflows) if count), 0)
         if overflowing:
             count = self.overflows[overflowing]
             text = f"on batch {{batch:number}}, {{values:count value}} overflowed to Inf where {wide} is finite"
             return (0, -count), say(text, batch=overflowing, values=count)
+        first, most = self.largest[0], max(self.largest)
+        on = "on batch {batch:number}"
         if first and most >= GROWTH * first and self.room < USED_UP:
-            text = "the largest value grows from {first:figure} to {most:figure} on batch {batch:number}: room for a factor of {room:figure}"
-            told = say(text, first=first, most=most, batch=self.largest.index(most), room=self.room)
-            return (1, self.room), told
+            text = f"the largest value grows from {{first:figure}} to {{most:figure}} {on}"
+            room = say("room for a factor of {room:figure}", room=self.room)
+            grows = say(text, first=first, most=most, batch=self.largest.index(most))
+            return (1, self.room), chained(grows, room, between=": ")
         lost, worst = self.flushed[0], max(self.flushed)
         if worst >= max(MOST_FLUSHED, GROWTH * lost):
-            text = "the share of non-zeros that become zero grows from {first:percent} to {most:percent} on batch {batch:number}"
+            text = f"the share of non-zeros that become zero grows from {{first:percent}} to {{most:percent}} {on}"
             return (2, -worst), say(text, first=lost, most=worst, batch=self.flushed.index(worst))
         return None
 
 
 def _places(run: Run, result: ScanResult) -> Iterator[_Place]:
-    """The places whose output is in 16 bits, without weights; one without a line is at the model's."""
-    for found in run.batches.places if run.batches and run.batches.places else ranges_by_place([run.op_calls]):
-        written = narrowest(found.dtypes.rpartition("→")[2])
-        if written is None or written.precision_bits >= FP32.precision_bits or found.op.startswith("cast "):
+    """The places whose output is in 16 bits, without weights; lines default to the model's."""
+    for ranges in run.batches.places if run.batches and run.batches.places else ranges_by_place([run.op_calls]):
+        written = narrowest(ranges.dtypes.rpartition("→")[2])
+        if written is None or written.precision_bits >= FP32.precision_bits or ranges.op.startswith("cast "):
             continue
-        columns = found.largest, found.flushed, found.subnormal
+        columns = ranges.largest, ranges.flushed, ranges.subnormal
         largest, flushed, subnormal = ([value or 0.0 for value in values] for values in columns)
-        overflows = found.overflows
+        overflows = ranges.overflows
         # A value at the very limit is meant so: finfo.min in a mask. A larger one is of another
         # output, in a wider dtype.
         if any(value >= written.largest for value in largest):
             largest, overflows = [0.0] * len(largest), [0] * len(largest)
-        source = found.source or result.model.source
-        yield _Place(found.module, found.op, source, written, largest, overflows, flushed, subnormal)
+        source = ranges.source or result.model.source
+        yield _Place(ranges.module, ranges.op, source, written, largest, overflows, flushed, subnormal)
 
 
 def _summary(places: Sequence[_Place], wide: str) -> tuple[list[Sentence], _Place | None]:
-    """What is near the top and the bottom, and the first op that this is about. ``wide`` is the
-    dtype that ops are compared with.
-    """
+    """What is near the top and the bottom of the range, and the first op that this is about."""
+    # Those near the top are listed by their room, those near the bottom by their share.
     tight = (place for place in places if place.room < LITTLE_ROOM and not place.overflows[0])
     near = sorted(tight, key=lambda place: place.room)
-    small = sorted((place for place in places if place.small >= MANY_SUBNORMAL), key=lambda p: -p.small)
-    said: list[Sentence] = []
+    small = sorted((place for place in places if place.small >= MANY_SUBNORMAL), key=lambda place: -place.small)
+    parts: list[Sentence] = []
     if near:
         worst = near[0]
         top = "largest value {largest:figure}, room for a factor of {room:figure} in {dtype:text}"
         largest = say(top, largest=max(worst.largest), room=worst.room, dtype=worst.format.short)
-        said.append(_with_others(largest, near))
+        parts.append(_with_others(largest, near))
     if small:
         worst, lost = small[0], max(small[0].flushed)
-        named = {}
+        # The op is named unless it is the one that the finding is at.
+        named, of_op = dict[str, str](), ""
         if near and worst is not near[0]:
-            named = {"op": worst.op, "module": worst.module}
-        below = say(
-            f"{{share:percent}} of the non-zeros in {wide} {'of {op:op} in {module:module} ' if named else ''}"
-            "are below {smallest:limit}, the smallest normal number of {dtype:text}",
-            share=worst.small,
-            smallest=worst.format.smallest_normal,
-            dtype=worst.format.short,
-            **named,
-        )
-        zero = None
-        if lost:
-            zero = say("{lost:percent} become zero", lost=lost)
-        said.append(_with_others(chained(below, zero, between=", "), small))
-    return said, next(iter([*near, *small]), None)
+            named, of_op = {"op": worst.op, "module": worst.module}, "of {op:op} in {module:module} "
+        share, smallest, dtype = worst.small, worst.format.smallest_normal, worst.format.short
+        limit = "are below {smallest:limit}, the smallest normal number of {dtype:text}"
+        words = f"{{share:percent}} of the non-zeros in {wide} {of_op}{limit}"
+        below = say(words, share=share, smallest=smallest, dtype=dtype, **named)
+        zero = say_if(lost, "{lost:percent} become zero", lost=lost)
+        parts.append(_with_others(chained(below, zero, between=", "), small))
+    return parts, next(iter([*near, *small]), None)
 
 
-def _with_others(told: Sentence, places: Sequence[object]) -> Sentence:
-    """``told`` of the first, and how many more places there are."""
-    more = None
-    if len(places) > 1:
-        more = say(" (and {more:count more place})", more=len(places) - 1)
-    return chained(told, more, between="")
+def _with_others(first: Sentence, places: Sequence[object]) -> Sentence:
+    """The sentence about the ``first``, and how many more places there are."""
+    more = say_if(len(places) > 1, " (and {more:count more place})", more=len(places) - 1)
+    return chained(first, more, between="")
 
 
 # -- Whether a run that passes fails on other inputs
@@ -233,23 +221,22 @@ def input_dependent(result: ScanResult) -> Iterator[Finding]:
             return torch.randn(8, 16, generator=torch.Generator().manual_seed(batch))
     """
     for run in low_runs(result):
-        found = fails_elsewhere(run)
-        if found is not None:
-            least = say("at least {low:share} and ", low=found.low) if found.low >= 0.01 else None  # else "< 1 %"
-            most = say("at most {high:share} of such inputs fail (95 % confidence)", high=found.high)
-            message = chained(fails_on_further(found), chained(least, most, between=""), between=": ")
-            yield Finding(message, run=run, help=_advice(run, found, result))
-
-
-def _advice(run: Run, found: InputsTried, result: ScanResult) -> Sentence:
-    best = recommended_instead(run, result)
-    if found.kind == "resampled":
-        search = plain("check it on inputs of yours: make `inputs` a function of the batch number")
-    elif run.is_quantized:
-        search = plain(CALIBRATE if calibrates(run.backend) else OTHER_RANGES)
-    else:
-        search = plain(search_advice(run, result, best, found.first_failed or 1))
-    instead = None
-    if best is not None:
-        instead = say("use {run:text}, which passes on every input tried", run=best.elsewhere)
-    return chained(instead, search, between="; or ")
+        further = fails_elsewhere(run)
+        if further is None:
+            continue
+        least = say_if(further.low >= 0.01, "at least {low:share} and ", low=further.low)  # else it would be "< 1 %"
+        most = say("at most {high:share} of such inputs fail (95 % confidence)", high=further.high)
+        message = chained(fails_on_further(further), chained(least, most, between=""), between=": ")
+        # Inputs that were made up prove less than the user's own.
+        best = recommended_instead(run, result)
+        if further.kind == "resampled":
+            search = "check it on inputs of yours: make `inputs` a function of the batch number"
+        elif run.is_quantized:
+            search = CALIBRATE if calibrates(run.backend) else OTHER_RANGES
+        else:
+            search = search_advice(run, result, best, further.first_failed or 1)
+        advice = plain(search)
+        if best is not None:
+            instead = say("use {run:text}, which passes on every input tried", run=best.elsewhere)
+            advice = chained(instead, advice, between="; or ")
+        yield Finding(message, run=run, help=advice)

@@ -17,17 +17,15 @@ from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Gap, Run, ScanResult
 from lowprec_check.schema.statements import Sentence, chained, plain, say
 
-SLOW_RATIO = 5.0
+SLOW_RATIO = 5.0  # times as long as in fp32
+# Of the time of a run: an op that takes less of it makes nothing slow.
 LEAST_PART = 0.05
-"""Of the time of a run: an op that takes less of it makes nothing slow."""
 SLOW_MS = 5.0
 COLD_MS = 50.0
+# Of a shorter call, what surrounds the kernel is too large a part to compare two of them.
 SHORT_MS = 0.1
-"""Of a shorter call, what surrounds the kernel is too large a part to compare two of them."""
+# How long a call with threads may wait for busy cores: over 80 ms was observed.
 WAIT_MS = 100.0
-"""What a call with threads may wait for cores that something else uses: more than 80 ms was seen,
-in most calls of an op.
-"""
 
 
 @rule("LP101", "missing-kernel", "error")
@@ -58,7 +56,9 @@ def missing_kernel(result: ScanResult) -> Iterator[Finding]:
     """
 
     def advice(gap: Gap, run: Run) -> str:
-        outside = ", without autocast," if run.is_autocast and PRODUCTS.search(gap.op) else ""
+        outside = ""
+        if run.is_autocast and PRODUCTS.search(gap.op):  # autocast would cast its inputs to 16 bits again
+            outside = ", without autocast,"
         return f"compute it in fp32{outside} and cast {back(gap, 'back')}{or_autocast(gap, run, result)}"
 
     yield from from_gaps(result, "missing-kernel", advice)
@@ -136,9 +136,8 @@ def no_backend_kernel(result: ScanResult) -> Iterator[Finding]:
 
     def advice(_: Gap, run: Run) -> str:
         device = DEVICES.find(device_type(run.device))
-        variable = device.fallback_variable if device else None
-        if variable:
-            return f"run it on the CPU, or set {variable}=1"
+        if device and device.fallback_variable:
+            return f"run it on the CPU, or set {device.fallback_variable}=1"
         return "run it on the CPU"
 
     yield from from_gaps(result, "no-backend-kernel", advice)
@@ -171,40 +170,33 @@ def silent_fallback(result: ScanResult) -> Iterator[Finding]:
     advice = "replace the op, or run the part of the model around it on the CPU"
     for run in result.runs:
         sizes: dict[str, list[int]] = defaultdict(list)
-        for message in run.fallbacks:
-            known = fallback_of(message)
-            if known is None:
-                yield Finding(plain(message), run=run, help=advice)
+        for warning in run.fallbacks:
+            fallback = fallback_of(warning)
+            if fallback is None:
+                yield Finding(plain(warning), run=run, help=advice)
             else:
-                sizes[known.op].append(known.size)
-        for op, found in sizes.items():
-            where = [run, *result.runs] if run.is_reference else [run]  # the reference is not analyzed op by op
-            calls = (rows for other in where if (rows := [row for row in other.op_calls.rows() if row.op == op]))
-            rows = next(calls, [])
-            yield Finding(
-                _fallback_cost(len(rows), found),
-                run=run,
-                module=rows[0].module if rows else None,
-                op=op,
-                source=(rows[0].source if rows else None) or result.model.source,
-                help=advice,
-                calls=len(rows) or 1,
-                rests_on=f"{result.prediction.kernels}: {op} falls back to the CPU" if result.prediction else None,
-            )
-
-
-def _fallback_cost(calls: int, sizes: list[int]) -> Sentence:
-    """What ``calls`` cost that copy inputs of these ``sizes``; 0 calls: their number is not known."""
-    most, alike = max(sizes), min(sizes) == max(sizes)
-    copies = f"copies its inputs ({'' if alike else 'up to '}{{most:bytes}}) to the CPU, and its result back"
-    waits = f"runs on the CPU: each call waits for the device, {copies}"
-    total = None
-    if alike:
-        total = say(", {total:bytes} in all", total=calls * most)
-    count = None
-    if calls > 1:
-        count = chained(say("{calls:count call}", calls=calls), total, between="")
-    return chained(say(waits, most=most), count)
+                sizes[fallback.op].append(fallback.size)
+        where = [run]
+        if run.is_reference:  # which is not analyzed op by op
+            where += result.runs
+        for op, copied in sizes.items():
+            calls = ([row for row in other.op_calls.rows() if row.op == op] for other in where)
+            rows = next(filter(None, calls), [])
+            module, source, rests_on = None, result.model.source, None
+            if rows:
+                module, source = rows[0].module, rows[0].source or source
+            if result.prediction:
+                rests_on = f"{result.prediction.kernels}: {op} falls back to the CPU"
+            # Calls of one size cost the same; their number is not known if no run was analyzed.
+            most, up_to, total = max(copied), "up to ", None
+            if min(copied) == most:
+                up_to, total = "", say(", {total:bytes} in all", total=len(rows) * most)
+            copies = f"copies its inputs ({up_to}{{most:bytes}}) to the CPU, and its result back"
+            message = say(f"runs on the CPU: each call waits for the device, {copies}", most=most)
+            if len(rows) > 1:
+                message = chained(message, chained(say("{calls:count call}", calls=len(rows)), total, between=""))
+            count = len(rows) or 1
+            yield Finding(message, run, module, op, source, help=advice, calls=count, rests_on=rests_on)
 
 
 @rule("LP106", "slow-kernel", "warning", timed=True)
@@ -236,35 +228,48 @@ def slow_kernel(result: ScanResult) -> Iterator[Finding]:
         y = model.bfloat16()(x.bfloat16())
     """
     eager = [run for run in low_runs(result) if run.is_low and (run.is_eager or run.latency_ms is not None)]
-    is_untold = result.timing_conditions is None and (not result.complete or result.options.get("times") == "off")
-    shortest = WAIT_MS if is_untold or cores_were_used(result.timing_conditions) else SHORT_MS
+    # Where the scan does not know whether other programs used the cores, they may have.
+    is_unknown = result.timing_conditions is None and (not result.complete or result.options.get("times") == "off")
+    shortest = WAIT_MS if is_unknown or cores_were_used(result.timing_conditions) else SHORT_MS
     slow = [(run, _slow_ops(run, shortest) | _killed_ops(run, result)) for run in eager]
-    for run, found in slow:
-        for op, (message, calls) in found.items():
+    for run, slow_ops in slow:
+        for op, (message, calls) in slow_ops.items():
             formats = {other.format for other, ops in slow if op in ops and other.format}
             yield Finding(message, run=run, op=op, help=faster(run, result, formats), calls=calls)
 
 
 def _slow_ops(run: Run, shortest: float) -> dict[str, tuple[Sentence, int]]:
-    """How much slower, and in how many calls, for each slow op; the one that takes the most time
-    first.
+    """How much slower, and in how many calls, for each slow op, the one that takes most time first.
 
-    A typical call takes more than ``shortest`` ms.
+    The first call includes the kernel's set-up: it counts only if it is the only one, and longer
+    than ``COLD_MS``. A total over twice the time of the plain run, if it ran these ops, is ignored:
+    something else slowed it down. So is a total that a few calls make, which had to wait for a
+    processor: the typical call must be slow too, and take more than ``shortest`` ms.
     """
     times: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for row in run.op_calls.rows():
         if row.time_ms is not None and row.reference_ms is not None:
             times[row.op].append((row.time_ms, row.reference_ms))
-    if run.is_eager:
-        most = 2 * (run.latency_ms or float("inf"))
-    else:
-        most = run.latency_ms or 0.0
-    where = None
+    most, where = 2 * (run.latency_ms or float("inf")), None
     if not run.is_eager:
-        where = say("in eager mode")
+        most, where = run.latency_ms or 0.0, say("in eager mode")
     least = max(SLOW_MS, LEAST_PART * (run.latency_ms or 0.0))
-    totals = {op: _slow_total(calls, least, most, shortest) for op, calls in times.items()}
-    slow = {op: found for op, found in totals.items() if found is not None}
+    slow: dict[str, tuple[float, float]] = {}
+    for op, calls in times.items():
+        counted = calls[1:] or [call for call in calls if call[0] > COLD_MS]
+        here, fp32 = sum(here for here, _ in counted), sum(fp32 for _, fp32 in counted)
+        if not max(least, SLOW_RATIO * fp32) < here < most:
+            continue
+        # Typical is the median ratio among the calls that make up 80 % of the op's time in fp32.
+        left, chosen = 0.8 * fp32, list[tuple[float, float]]()
+        for call in sorted(counted, key=lambda call: -call[1]):
+            chosen.append(call)
+            left -= call[1]
+            if left <= 0:
+                break
+        typical = sorted(chosen, key=lambda call: call[0] / max(call[1], 1e-6))[(len(chosen) - 1) // 2]
+        if typical[0] > max(shortest, SLOW_RATIO * typical[1]):
+            slow[op] = here, fp32
     answers, slower = {}, "{ratio:times} slower than in fp32: {here:ms} instead of {fp32:ms}"
     for op, (here, fp32) in sorted(slow.items(), key=lambda item: -item[1][0]):
         message = say(slower, ratio=here / max(fp32, 1e-6), here=here, fp32=fp32)
@@ -272,53 +277,22 @@ def _slow_ops(run: Run, shortest: float) -> dict[str, tuple[Sentence, int]]:
     return answers
 
 
-def _slow_total(
-    calls: list[tuple[float, float]], least: float, most: float, shortest: float
-) -> tuple[float, float] | None:
-    """Milliseconds here and in fp32 if the op is slow, else ``None``.
-
-    The first call includes the kernel's set-up: it counts only if it is the only one, and longer
-    than ``COLD_MS``. A total over ``most`` ms (twice those of the plain run, if it ran these ops)
-    is ignored: something else slowed it down. So is one up to ``least`` ms, and a total that a few
-    calls make, which had to wait for a processor: the typical call, of the median ratio among those
-    that make up 80 % of the op's time in fp32, must be slow too.
-    """
-    if len(calls) > 1:
-        counted = calls[1:]
-    else:
-        counted = [call for call in calls if call[0] > COLD_MS]
-    here, fp32 = sum(here for here, _ in counted), sum(fp32 for _, fp32 in counted)
-    if not max(least, SLOW_RATIO * fp32) < here < most:
-        return None
-    left, chosen = 0.8 * fp32, list[tuple[float, float]]()
-    for call in sorted(counted, key=lambda call: -call[1]):
-        chosen.append(call)
-        left -= call[1]
-        if left <= 0:
-            break
-    typical = sorted(chosen, key=lambda call: call[0] / max(call[1], 1e-6))[(len(chosen) - 1) // 2]
-    if typical[0] > max(shortest, SLOW_RATIO * typical[1]):
-        return (here, fp32)
-    return None
-
-
 def _killed_ops(run: Run, result: ScanResult) -> dict[str, tuple[Sentence, int]]:
-    """The same for ops with a call that was ended because it took too long, if what it took in fp32
-    was measured.
-    """
-    answers = {}
-    for op, reason in run.emulated.items() if result.options.get("times") != "off" else ():
+    """The same for ops with a call that was ended for taking too long, if fp32 was timed."""
+    answers: dict[str, tuple[Sentence, int]] = {}
+    if result.options.get("times") == "off":
+        return answers
+    whole = next((other.latency_ms for other in result.runs if other.is_reference), None)
+    for op, reason in run.emulated.items():
         here = 1e3 * (seconds_killed(reason) or 0.0)
         rows = [row for other in result.runs for row in other.op_calls.rows() if row.op == op]
-        longest = max((row.reference_ms for row in rows if row.reference_ms is not None), default=None)
-        whole = next((other.latency_ms for other in result.runs if other.is_reference), None)
-        most = whole if longest is None else longest
+        most = max((row.reference_ms for row in rows if row.reference_ms is not None), default=None)
+        all_of_it = None
+        if most is None:
+            most, all_of_it = whole, say("the time of all of fp32")
         if most and here > SLOW_RATIO * most:
             slower = "more than {ratio:times} slower than in fp32: over {here:seconds} instead of {fp32:ms}"
             message = say(slower, ratio=here / most, here=here / 1e3, fp32=most)
-            all_of_it = None
-            if longest is None:
-                all_of_it = say("the time of all of fp32")
             answers[op] = (chained(message, all_of_it, between=", "), 1)
     return answers
 
@@ -346,19 +320,22 @@ def unexplained_error(result: ScanResult) -> Iterator[Finding]:
         self.last = y
     """
     for run in low_runs(result):
-        error, ways = run.exception, run.training.ways[:1] if run.training is not None else []
-        stop = run.stopped_by  # the text may have addresses
-        is_same = stop is not None and error is not None and (stop.type, stop.source) == (error.type, error.source)
-        unexplained = run.status == "error" and (run.complete or is_same) and not failing_gaps(run)
-        if unexplained and error and not any(map(unscales_fp16, ways)):
-            message = say("{when:text}{error:text}", when=on_which_call(run), error=error.text)
-            advice = "fix this exception" if run.backend == EAGER else "use the eager backend, or fix this exception"
+        error, stop = run.exception, run.stopped_by
+        if error is None or run.status != "error" or failing_gaps(run):
+            continue
+        # The text of the exception that stopped the analysis may have other addresses.
+        is_same = stop is not None and (stop.type, stop.source) == (error.type, error.source)
+        ways = run.training.ways[:1] if run.training is not None else []
+        if not (run.complete or is_same) or any(map(unscales_fp16, ways)):  # the latter is LP505
+            continue
+        advice = error.hint or "use the eager backend, or fix this exception"
+        if run.failed_call:
             left = "the weights that the steps before left, and " if run.training is not None else ""
-            if run.failed_call:
-                advice = f"look at {left}what the model keeps between calls"
-            else:
-                advice = error.hint or advice
-            yield Finding(message, run, error.module, None, error.source, help=advice)
+            advice = f"look at {left}what the model keeps between calls"
+        elif run.backend == EAGER:
+            advice = error.hint or "fix this exception"
+        message = say("{when:text}{error:text}", when=on_which_call(run), error=error.text)
+        yield Finding(message, run, error.module, None, error.source, help=advice)
 
 
 @rule("LP107", "crash", "error")
@@ -379,7 +356,8 @@ def crash(result: ScanResult) -> Iterator[Finding]:
     1. Rule out memory: scan again with smaller inputs, and watch the memory of the machine.
     2. Compute the op in fp32, or use another precision or backend that passes in the same scan.
     3. Try another torch release. `lowprec-check op NAME` shows in which releases the op runs.
-    4. If the newest release crashes too, reproduce it with this op alone and search PyTorch's issues for it.
+    4. If the newest release crashes too, reproduce it with this op alone and search PyTorch's
+       issues for it.
 
     The second step, for an op that crashes in 16 bits:
 

@@ -18,19 +18,20 @@ from lowprec_check.analysis.rules.relevance import (
 from lowprec_check.analysis.run_summary import fails_elsewhere
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.precisions import FloatFormat, formats
-from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.scan_result import Run, ScanResult, Severity
 from lowprec_check.schema.statements import Sentence, chained, say, short_op
 
-FLUSHED_SHARE = 0.1
+FLUSHED_SHARE = 0.1  # of the values that are non-zero in fp32
 
+# Functions that give Inf for a finite input at one point only, whatever the dtype's range.
 POLES = {
     **dict.fromkeys(("log", "log2", "log10"), "0"),
     **dict.fromkeys(("log1p", "atanh", "erfinv", "logit"), "the end of its range"),
     "rsqrt": "0",
 }
-"""Functions whose result is Inf for a finite input only at one point, by short name: no result of
-theirs is too large for a dtype.
-"""
+
+
+_KEEP_INPUT = say("keep this input in fp32, or scale it before the cast")
 
 
 @rule("LP201", "overflow", "error")
@@ -85,9 +86,6 @@ def _advice(run: Run, result: ScanResult, row: OpCall) -> Sentence | str:
     return wider_range(run, result, row.module)
 
 
-_KEEP_INPUT = say("keep this input in fp32, or scale it before the cast")
-
-
 @rule("LP202", "underflow", "warning")
 def underflow(result: ScanResult) -> Iterator[Finding]:
     """Many values that are non-zero in fp32 become zero.
@@ -111,8 +109,9 @@ def underflow(result: ScanResult) -> Iterator[Finding]:
         # after
         y = (x * 1e3).square().mean().float() * 1e-6
     """
+    # Zeros that alone make the run fail are an error, however few they are.
     harmful = {
-        run.key: {its.place for its in run.range_trials if its.becomes == "zero" and its.status != "ok"}
+        run.key: {trial.place for trial in run.range_trials if trial.becomes == "zero" and trial.status != "ok"}
         for run in low_runs(result)
     }
 
@@ -122,13 +121,12 @@ def underflow(result: ScanResult) -> Iterator[Finding]:
         return row.flushes and (row.flushed >= FLUSHED_SHARE or row.exact_place in harmful[run.key])
 
     def describe(run: Run, row: OpCall) -> tuple[Sentence, Sentence]:
-        keep: Sentence | None
-        scale, keep = say("scale the values up before this op"), keep_in_fp32(run, result, row.module)
-        if row.op.startswith(CAST_INPUT):
-            scale, keep = _KEEP_INPUT, passing_elsewhere(run, result)
         became = f"{{share:percent}} of the values that are non-zero in {wide_dtype(result)} became zero"
         message = say(became, share=row.flushed)
-        return message, chained(scale, keep, between=", or ")
+        if row.op.startswith(CAST_INPUT):
+            return message, chained(_KEEP_INPUT, passing_elsewhere(run, result), between=", or ")
+        scale = say("scale the values up before this op")
+        return message, chained(scale, keep_in_fp32(run, result, row.module), between=", or ")
 
     yield from weighed_places(result, underflows, lambda row: row.flushed or 0.0, describe, by_trial="zero")
 
@@ -211,55 +209,55 @@ def vanishing_constant(result: ScanResult) -> Iterator[Finding]:
     for run in runs_with_ops(result):
         if not any(run.op_calls.vanished):
             continue
-        found: dict[tuple[str, str | None, float], list[tuple[int, OpCall]]] = {}
+        # The calls that take each constant, and those of each module that give NaN or Inf.
+        constants: dict[tuple[str, str | None, float], list[tuple[int, OpCall]]] = {}
         broken: dict[str, list[tuple[int, OpCall]]] = {}
         has_epsilon = run.training is not None and bool(run.training.epsilon)  # LP506 is about that of the optimizer
         for index, row in enumerate(run.op_calls.rows()):
             if row.vanished is not None and not (row.phase == "optimizer" and has_epsilon):
-                found.setdefault((row.module, row.source, row.vanished), []).append((index, row))
+                constants.setdefault((row.module, row.source, row.vanished), []).append((index, row))
             if row.gives_nonfinite:
                 broken.setdefault(row.module, []).append((index, row))
-        for place, calls in found.items():
+        for place, calls in constants.items():
             used = {index for index, _ in calls}
-            later = (
-                row
-                for index, row in broken.get(place[0], [])
-                if index in used or not used.isdisjoint(index - back for back in row.reads)
-            )
-            yield _vanished(run, result, [row for _, row in calls], next(later, None))
+            # The first of these ops that takes the constant, or reads what an op with it gave.
+            after = None
+            for index, row in broken.get(place[0], []):
+                if after is None and not used.isdisjoint([index, *(index - back for back in row.reads)]):
+                    after = row
+            yield _vanished(run, result, [row for _, row in calls], after)
 
 
 def _vanished(run: Run, result: ScanResult, calls: list[OpCall], after: OpCall | None) -> Finding:
-    """The finding about one constant at one line, and the op of its module that gives NaN or Inf
-    ``after`` it, from its result.
+    """The finding about a constant, and the op of its module with NaN or Inf ``after`` it.
 
     A bound that the backward pass compares with, at the same line, is not a finding of its own.
     """
-    first = calls[0]
+    first, name, smallest = calls[0], "this dtype", "torch.finfo(x.dtype).tiny"
     written = narrowest(first.dtypes.replace("→", "+"))  # it is rounded to this one
-    name = written.short if written else "this dtype"
+    if written:
+        name, smallest = written.short, f"{written.smallest_normal:.0e}"
     message = say("the constant {constant:scale} is 0 in {dtype:text}", constant=first.vanished, dtype=name)
+    severity: Severity | None = None
     if after is not None:
-        what = "NaN" if after.introduced_nan else "Inf"
-        at = ""
+        severity, what, at, reads = "warning", "Inf", "", ", which reads its result,"
+        if after.introduced_nan:
+            what = "NaN"
         if after.source and after.source != first.source:
             at = f" at {after.source}"
-        reads = "" if after is first else ", which reads its result,"
-        message = chained(
-            message, say(f"{{op:op}}{reads} gives {{what:text}}{{at:text}}", op=after.op, what=what, at=at)
-        )
-    smallest = "torch.finfo(x.dtype).tiny"
-    if written:
-        smallest = f"{written.smallest_normal:.0e}"
+        if after is first:
+            reads = ""
+        gives = say(f"{{op:op}}{reads} gives {{what:text}}{{at:text}}", op=after.op, what=what, at=at)
+        message = chained(message, gives)
     advice = f"use a constant of at least {smallest}, or compute this in fp32"
-    finding = place_finding(result, run, first, sum(row.op == first.op for row in calls), message, advice)
-    return finding._replace(severity="warning" if after is not None else None)
+    count = sum(row.op == first.op for row in calls)
+    return place_finding(result, run, first, count, message, advice)._replace(severity=severity)
 
 
 def narrowest(dtypes: str) -> FloatFormat | None:
     """The format with the smallest range among dtypes, as op calls name them: ``bf16+f32``."""
     marks = dtypes.split("+")
-    return min((known for known in formats() if known.mark in marks), key=lambda known: known.largest, default=None)
+    return min((dtype for dtype in formats() if dtype.mark in marks), key=lambda dtype: dtype.largest, default=None)
 
 
 @rule("LP207", "division-by-zero", "error")
@@ -289,12 +287,9 @@ def division_by_zero(result: ScanResult) -> Iterator[Finding]:
         return gives_inf(row) and short_op(row.op) in POLES and row.phase != "backward"
 
     def describe(run: Run, row: OpCall) -> tuple[Sentence, Sentence]:
-        message = say(
-            f"{{op:op}} of {{pole:text}} is infinite in {{values:of value}}, which are finite in {wide_dtype(result)}",
-            op=row.op,
-            pole=POLES[short_op(row.op)],
-            values=[row.introduced_inf, row.compared_values],
-        )
+        infinite = f"is infinite in {{values:of value}}, which are finite in {wide_dtype(result)}"
+        pole, values = POLES[short_op(row.op)], [row.introduced_inf, row.compared_values]
+        message = say(f"{{op:op}} of {{pole:text}} {infinite}", op=row.op, pole=pole, values=values)
         clamp = say("clamp its input with a number that the dtype holds")
         return message, chained(clamp, wider_range(run, result, row.module), between=", or ")
 

@@ -29,14 +29,12 @@ from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Diagnostic, Gap, Run, ScanResult, Severity
 from lowprec_check.schema.statements import Sentence, chained, plain, say
 
+# What a gap of a predicted run rests on, if not on the catalog.
 RAN_HERE = "code of torch that is the same on all devices, and ran here"
-"""What a gap of a predicted run rests on, if not on the catalog."""
 
 
 class Finding(NamedTuple):
-    """What a rule finds at one place; the registry adds code, name, default severity and the
-    reported issue.
-    """
+    """What a rule finds at one place; the registry adds the rest of a diagnostic."""
 
     message: Sentence
     run: Run | None = None
@@ -53,9 +51,7 @@ class Finding(NamedTuple):
     share: float | None = None
     """Share of the squared output error that its place causes, if that is known."""
     matters: bool | None = None
-    """Whether it affects the output of its run; ``None`` if that is not known, or it is not about
-    the error.
-    """
+    """Whether it affects the output of its run; ``None`` if unknown, or not about the error."""
     rests_on: str | None = None
     """Of a predicted run: what this is known from, in words."""
 
@@ -90,13 +86,21 @@ class Rule(NamedTuple):
     def diagnose(self, result: ScanResult, callers: Callers) -> Iterator[Diagnostic]:
         """Yield the diagnostics of this rule; ``callers`` are those of ``result``."""
         for finding in self.check(result):
-            text, key = finding.message.text, finding.run.key if finding.run else None
+            text, key, advice, own_advice = finding.message.text, None, None, Sentence(template="")
+            if finding.run is not None:
+                key = finding.run.key
+            if isinstance(finding.help, str):
+                advice = plain(finding.help)
+            elif finding.help is not None:
+                advice = finding.help
+            # A known issue may name what an op raised, but not what the catalog says of it.
             raised = text if finding.rests_on in (None, RAN_HERE) else None
             issue = known_issue(result, self.code, finding.op, finding.run, raised)
-            advice = plain(finding.help) if isinstance(finding.help, str) else finding.help
             if issue:
                 advice = chained(advice, say("reported in {issue:text}", issue=issue.link))
-            is_own = advice is not None and not isinstance(finding.help, str)
+            # Runs whose advice has other figures share one finding, so the template is saved too.
+            if advice is not None and not isinstance(finding.help, str):
+                own_advice = advice
             yield Diagnostic(
                 code=self.code,
                 name=self.name,
@@ -112,8 +116,8 @@ class Rule(NamedTuple):
                 template=finding.message.template,
                 figures=finding.message.figures,
                 help=advice.text if advice else None,
-                help_template=advice.template if advice and is_own else "",
-                help_figures=advice.figures if advice and is_own else {},
+                help_template=own_advice.template,
+                help_figures=own_advice.figures,
                 url=issue.link if issue else None,
                 calls=finding.calls,
                 timed=self.timed or finding.timed,
@@ -128,7 +132,7 @@ _RULES: dict[str, Rule] = {}
 
 @functools.cache
 def rules() -> Mapping[str, Rule]:
-    """Every rule by code, sorted. Each module in this package that registers one is loaded first."""
+    """Every rule by code, sorted; all modules of this package are loaded first."""
     modules_in(__name__.rpartition(".")[0])
     return dict(sorted(_RULES.items()))
 
@@ -156,28 +160,23 @@ def low_runs(result: ScanResult) -> Iterator[Run]:
 
 
 def runs_with_ops(result: ScanResult) -> Iterator[Run]:
-    """All runs but the reference. A run on another backend has no op calls, since these are of
-    eager mode, unless eager mode fails in the same way.
-    """
+    """All runs but the reference; op calls, which are of eager mode, if they explain the run."""
     for run in low_runs(result):
         is_explained = run.backend == EAGER or run.status == status_in_eager_mode(run) != "ok"
         yield run if is_explained else msgspec.structs.replace(run, op_calls=OpCalls())
 
 
 def line_of(at: Gap | OpCall, result: ScanResult) -> str | None:
-    """Its line; where none of the user's calls it, that of the model, unless it is in a loss or in
-    an optimizer.
-    """
+    """Its line; without one, the model's, unless it is in a loss or an optimizer."""
+    # A module in angle brackets is none of the model, such as a loss.
     is_outside = (at.module or "").startswith("<") or at.phase == "optimizer"
     return at.source or (None if is_outside else result.model.source)
 
 
 def is_selected(code: str, select: Iterable[str], ignore: Iterable[str]) -> bool:
-    """Whether ``code`` starts with a prefix in ``select`` (if there is any) and with none in
-    ``ignore``.
-    """
-    selected, ignored = tuple(select), tuple(ignore)
-    return (not selected or code.startswith(selected)) and not code.startswith(ignored)
+    """Whether ``code`` starts with a prefix in ``select`` (if any) and with none in ``ignore``."""
+    selected = tuple(select)
+    return (not selected or code.startswith(selected)) and not code.startswith(tuple(ignore))
 
 
 def check_codes(prefixes: Iterable[str]) -> None:
@@ -188,9 +187,7 @@ def check_codes(prefixes: Iterable[str]) -> None:
 
 
 def diagnose(result: ScanResult, select: Iterable[str] = (), ignore: Iterable[str] = ()) -> list[Diagnostic]:
-    """The diagnostics of ``result`` whose code starts with a prefix in ``select`` (default: all)
-    and none in ``ignore``.
-    """
+    """The diagnostics of ``result`` whose codes :func:`is_selected` (default: all)."""
     selected, ignored, callers = tuple(select), tuple(ignore), Callers(result)
     chosen = [rule for code, rule in rules().items() if is_selected(code, selected, ignored)]
     return [diagnostic for rule in chosen for diagnostic in rule.diagnose(result, callers)]
@@ -198,8 +195,8 @@ def diagnose(result: ScanResult, select: Iterable[str] = (), ignore: Iterable[st
 
 # -- The line of the user's own code that leads to a line in an installed package
 
+# Module, op and line.
 Place = tuple[str | None, str | None, str | None]
-"""Module, op and line."""
 
 
 class Callers:
@@ -215,28 +212,30 @@ class Callers:
             self._of_source[model.source] = model.caller
         for run in result.runs:
             calls = run.op_calls
-            found: list[tuple[str | None, str | None, str | None, str | None]] = [
-                *dict.fromkeys(zip(calls.module, calls.op, calls.source, calls.caller, strict=True)),
-                *((gap.module, gap.op, gap.source, gap.caller) for gap in run.gaps),
-                *((its.module, None, its.source, its.caller) for its in (run.exception, run.stopped_by) if its),
-            ]
-            for module, op, source, caller in found:
-                if caller is not None:  # in an installed package; empty if there is no line of the user's
-                    place = module, op, source
-                    self._of_place[place] = self._of_place.get(place) or caller
-                    self._of_source[source] = self._of_source.get(source) or caller
+            for place in dict.fromkeys(zip(calls.module, calls.op, calls.source, calls.caller, strict=True)):
+                self._add(*place)
+            for gap in run.gaps:
+                self._add(gap.module, gap.op, gap.source, gap.caller)
+            for error in filter(None, (run.exception, run.stopped_by)):
+                self._add(error.module, None, error.source, error.caller)
+
+    def _add(self, module: str | None, op: str | None, source: str | None, caller: str | None) -> None:
+        if caller is None:  # not in an installed package
+            return
+        place = module, op, source
+        # Empty if there is no line of the user's, which another run may know.
+        self._of_place[place] = self._of_place.get(place) or caller
+        self._of_source[source] = self._of_source.get(source) or caller
 
     def of(self, module: str | None, op: str | None, source: str | None) -> str | None:
-        """The user's line for what was found at ``source``: the call of the package, else the line
-        that makes the model.
+        """The user's line for ``source``: the call of the package, else where the model is made.
 
-        ``None`` if ``source`` is the user's own, or nothing is known of it; empty if there is no
-        line of the user's.
+        ``None`` if ``source`` is the user's own or unknown; empty if no line is the user's.
         """
-        found = self._of_place.get((module, op, source), self._of_source.get(source))
-        if found is None:
-            return found
-        return found or self._model
+        caller = self._of_place.get((module, op, source), self._of_source.get(source))
+        if caller is None:
+            return None
+        return caller or self._model
 
 
 # -- What the catalog adds to a finding: the torch release that fixes it, and a known issue about it
@@ -249,26 +248,16 @@ def catalog_fix(gap: Gap, run: Run, result: ScanResult) -> str | None:
     dtype = _catalog_dtype(run)
     if dtype is None or gap.phase == "optimizer" or gap.kind in ("numeric-failure", "dtype-mismatch"):
         return None
-    try:
-        found = find_fix(
-            gap.op,
-            device=run.device,
-            dtype=dtype,
-            torch=result.torch,
-            phase=gap.phase,
-            autocast=run.is_autocast,
-        )
-    except UsageError:  # an unreadable catalog must not fail the scan
-        return None
-    if found:
-        return str(found)
+    op, phase = gap.op, gap.phase
+    with contextlib.suppress(UsageError):  # an unreadable catalog must not fail the scan
+        fix = find_fix(op, device=run.device, dtype=dtype, torch=result.torch, phase=phase, autocast=run.is_autocast)
+        if fix:
+            return str(fix)
     return None
 
 
 def runs_under_autocast(gap: Gap, run: Run, result: ScanResult) -> bool:
-    """Whether the catalog has measured that autocast runs the op of ``gap`` on 16-bit inputs, on
-    the device of ``run``.
-    """
+    """Whether the catalog has measured that autocast runs the op of ``gap`` on 16-bit inputs."""
     dtype = _catalog_dtype(run)
     if dtype is None:
         return False
@@ -285,39 +274,41 @@ def _measured_under_autocast(device: str, dtype: str, torch: str) -> AtenCatalog
 def known_issue(
     result: ScanResult, code: str, op: str | None, run: Run | None, message: str | None
 ) -> KnownIssue | None:
-    """The known issue that fits a finding best: same code, same op or model, not fixed in the torch
-    of the runs.
+    """The known issue that fits best: same code, same op or model, not fixed in the runs' torch.
 
     ``message`` is what the op raised or warned; ``None`` if it did not run, but the catalog says
     that it fails.
     """
-    kind = run.basis.kind if run and run.basis else None
-    way: Way | None = "cast" if kind == "cast" else "autocast" if kind == "autocast" else None
+    device, dtype, kind = str(result.environment.get("device", "")), None, None
     if run:
-        device = run.device
-    else:
-        device = str(result.environment.get("device", ""))
+        device, dtype = run.device, _catalog_dtype(run)
+        kind = run.basis.kind if run.basis else None
+    way: Way | None = None
+    if kind in ("cast", "autocast"):
+        way = kind
     try:
         if not any(code in issue.codes for issue in known_issues()):
             return None
-        found = matching(
+        issues = matching(
             code=code,
             op=op,
             model=result.model.name,
             device=device or None,
-            dtype=_catalog_dtype(run) if run else None,
+            dtype=dtype,
             way=way,
             torch=result.torch or None,
             message=message,
         )
     except UsageError:
         return None
-    is_other = run is not None and kind != "reference" and _catalog_dtype(run) is None
-    return next((issue for issue in found if (issue.ops or issue.models) and not (is_other and issue.dtypes)), None)
+    # An issue of some dtypes is not one of a run whose dtype the catalog does not know.
+    is_other = run is not None and kind != "reference" and dtype is None
+    fitting = (issue for issue in issues if (issue.ops or issue.models) and not (is_other and issue.dtypes))
+    return next(fitting, None)
 
 
 def _catalog_dtype(run: Run) -> str | None:
-    """The dtype to look up; ``None`` for one that the catalog does not cover: it has the 16-bit
-    ones.
-    """
-    return run.format.name if run.format is not None and run.format.name in LOW else None
+    """The dtype to look up; ``None`` for one without 16 bits, which is not in the catalog."""
+    if run.format is not None and run.format.name in LOW:
+        return run.format.name
+    return None

@@ -1,6 +1,4 @@
-"""Findings at the places of ops: whether they matter to the output, and what to do, by what else
-ran in the scan.
-"""
+"""Findings at ops: whether they matter to the output, and what to do, by what else ran."""
 
 from __future__ import annotations
 
@@ -32,24 +30,22 @@ from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.precisions import LOW_FORMATS, FloatFormat
 from lowprec_check.schema.run_key import Phase
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.statements import Sentence, chained, say
+from lowprec_check.schema.statements import Sentence, chained, say, say_if
 
 _PREFIXES = {"backward": "in the backward pass: ", "optimizer": "in the optimizer step: "}
 
+# What to do about an op outside the forward pass.
 ADVICE = {
     "backward": "compute the op of the forward pass in fp32, on x.float()",
     "optimizer": "keep the weights and the optimizer's state in fp32: fp32 master weights",
 }
-"""What to do about an op outside the forward pass."""
 
+# What to do about int8 that fails on data that it was not calibrated on, or anyway.
 CALIBRATE, OTHER_RANGES = "calibrate on data like that of use", "docs/int8.md lists backends with other ranges"
-"""What to do about int8 that fails on data that it was not calibrated on, or anyway."""
 
 
 def advice_for(phase: Phase | None, run: Run, forward: Any) -> Any:
-    """What to do about an op of a part of a training step; ``forward`` is about one in the forward
-    pass, or in fp32 weights' step.
-    """
+    """What to do about an op of ``phase``; ``forward`` is about one in the forward pass."""
     if phase == "optimizer" and run.is_autocast:
         return forward
     return ADVICE.get(phase or "", forward)
@@ -76,25 +72,25 @@ def weighed_places(
             continue
         places = by_place(run, partial(keep, run), worst)
         if places:
-            relevance = Relevance(run)
-            found = [
-                relevance.weigh(place_finding(result, run, row, count, *describe(run, row)), row, by_trial=by_trial)
-                for row, count in places
-            ]
-            yield from sorted(found, key=lambda finding: -(finding.share or 0.0) if finding.matters else 0.0)
+            relevance, findings = Relevance(run), []
+            for row, count in places:
+                finding = place_finding(result, run, row, count, *describe(run, row))
+                findings.append(relevance.weigh(finding, row, by_trial=by_trial))
+            yield from sorted(findings, key=lambda finding: -(finding.share or 0.0) if finding.matters else 0.0)
 
 
 def by_place(run: Run, keep: Callable[[OpCall], bool], worst: Callable[[OpCall], Any]) -> list[tuple[OpCall, int]]:
     """The worst call at each (module, op, line, op on the line, part of a training step), with the
     number of calls kept there; those whose Inf or NaN reach the output apart from the others.
     """
-    found: dict[tuple[str | int | None, ...], tuple[OpCall, int]] = {}
-    for row in run.op_calls.rows():
-        if keep(row):
-            key = (*row.exact_place, row.phase, row.reaches_output)
-            known, count = found.get(key, (row, 0))
-            found[key] = (row if worst(row) > worst(known) else known, count + 1)
-    return list(found.values())
+    places: dict[tuple[str | int | None, ...], tuple[OpCall, int]] = {}
+    for row in filter(keep, run.op_calls.rows()):
+        key = (*row.exact_place, row.phase, row.reaches_output)
+        worst_row, count = places.get(key, (row, 0))
+        if worst(row) > worst(worst_row):
+            worst_row = row
+        places[key] = (worst_row, count + 1)
+    return list(places.values())
 
 
 def place_finding(
@@ -115,19 +111,19 @@ def in_phase_of(phase: Phase | None, sentence: Sentence) -> Sentence:
 
 # -- Whether they matter to the output: that follows from the error budget, not from their size
 
+# What is known of a run: it passes; it passes here and not on further inputs; the error of its ops
+# is within the tolerance, and something else fails; its output is not finite; its error is over the
+# tolerance, and the budget says where it comes from; or none of these.
 Knowledge = Literal["passes", "passes here", "within tolerance", "nonfinite", "explained", "unknown"]
-"""What is known of a run: it passes; it passes here and not on further inputs; the error of its ops
-is within the tolerance, and something else fails; its output is not finite; its error is over the
-tolerance and the budget says where it comes from; or none of these.
-"""
 
 
 def that_passes(run: Run) -> Sentence:
-    """``the output passes``, of a run with the status ``ok``; of one that trains, no output is
-    compared.
-    """
-    here = " on these inputs" if fails_elsewhere(run) else ""
-    return say("the training passes" if run.training is not None else f"the output passes{here}")
+    """``the output passes`` of a run with the status ``ok``, or that of a training."""
+    if run.training is not None:
+        return say("the training passes")
+    if fails_elsewhere(run):
+        return say("the output passes on these inputs")
+    return say("the output passes")
 
 
 def knowledge_of(run: Run) -> Knowledge:
@@ -142,8 +138,9 @@ def knowledge_of(run: Run) -> Knowledge:
         return "explained" if fails_by_error(run) else "unknown"
     # A call after the first, of which nothing is known, or a backend: what the ops lose in eager
     # mode is not the cause.
-    is_known = run.status not in ("inaccurate", "unjudged") or not run.is_eager
-    return "within tolerance" if is_known else "unknown"
+    if run.status in ("inaccurate", "unjudged") and run.is_eager:
+        return "unknown"
+    return "within tolerance"
 
 
 class Relevance:
@@ -153,43 +150,31 @@ class Relevance:
         """Read the budget of ``run``."""
         self.run = run
         self.known = knowledge_of(run)
+        self.shares, self.rounding = {}, {}
         if self.known == "explained":
-            self.shares = place_shares(run)
-        else:
-            self.shares = {}
-        if self.known == "explained":
-            self.rounding = leaving_shares(run)
-        else:
-            self.rounding = {}
+            self.shares, self.rounding = place_shares(run), leaving_shares(run)
         self.is_complete = any(share is not None for share in run.op_calls.share)
         """Whether every place with a share is known, not the largest only."""
-        rows = []
-        if self.known == "nonfinite":
-            rows = list(run.op_calls.rows())
         self.trials = {(trial.becomes, *trial.place): trial for trial in run.range_trials}
         self.first: Place | None = None
-        """In a result that does not say what reaches the output: the place of the first Inf or NaN."""
-        if all(row.reaches_output is None for row in rows):
-            self.first = next((row.place for row in rows if _gives_nonfinite(row)), None)
+        """The place of the first Inf or NaN, if it is not known what reaches the output."""
+        if self.known == "nonfinite":
+            rows = list(run.op_calls.rows())
+            if all(row.reaches_output is None for row in rows):
+                self.first = next((row.place for row in rows if _gives_nonfinite(row)), None)
 
     def weigh(self, finding: Finding, row: OpCall, *, by_trial: Literal["Inf", "zero"] | None = None) -> Finding:
-        """``finding`` about the place of ``row``, with what it does to the output; ``by_trial`` as
-        in :func:`weighed_places`.
-        """
-        passes = self.run.status == "ok"
-        if passes or self.known == "within tolerance":
-            if passes:
-                said = that_passes(self.run)
-            else:
-                said = say("the output error is within the tolerance")
-            found = as_harmless(finding, said)
-            may_spoil = self.known == "passes here" and _gives_nonfinite(row)
-            if may_spoil:
-                return found._replace(severity="warning", matters=None)
-            return found
-        tried = None
-        if by_trial:
-            tried = self._by_trial(finding, row, by_trial)
+        """``finding`` at ``row``, with what it does to the output; see :func:`weighed_places`."""
+        if self.run.status == "ok" or self.known == "within tolerance":
+            why = say("the output error is within the tolerance")
+            if self.run.status == "ok":
+                why = that_passes(self.run)
+            harmless = as_harmless(finding, why)
+            if self.known == "passes here" and _gives_nonfinite(row):  # it may spoil the output on other inputs
+                return harmless._replace(severity="warning", matters=None)
+            return harmless
+        # What these values alone did is proof; where they go is the next best, then shares.
+        tried = self._by_trial(finding, row, by_trial) if by_trial else None
         if tried is not None:
             return tried
         if self.known == "nonfinite" or (row.reaches_output is False and _gives_nonfinite(row)):
@@ -199,34 +184,35 @@ class Relevance:
             return finding
         if share < MATTERS:
             return as_harmless(finding)._replace(share=share)
-        found, disproved = finding._replace(share=share, matters=True), _disproof(self.run, row.module)
+        advice, disproved = finding.help, _disproof(self.run, row.module)
         if disproved is not None:
-            found = found._replace(help="look for the cause in what this module reads, and in what reads its result")
+            advice = "look for the cause in what this module reads, and in what reads its result"
         elif share - leaving < MATTERS:
             advice = "fp32 for this module alone does not help, since its result is rounded after it: scale the values"
-            found = found._replace(help=advice)
-        return found.adding(share_sentence(share - leaving, leaving), disproved)
+        finding = finding._replace(share=share, matters=True, help=advice)
+        return finding.adding(share_sentence(share - leaving, leaving), disproved)
 
     def _by_trial(self, finding: Finding, row: OpCall, by_trial: Literal["Inf", "zero"]) -> Finding | None:
-        """:meth:`weigh` by what these values alone did to the output of fp32; ``None`` if that was not tried, or decides nothing."""
+        """:meth:`weigh` by what these values alone did to the output of fp32, if that was tried."""
         trial = self.trials.get((by_trial, *row.exact_place))
-        if trial is None:
+        if trial is None or (trial.rel_l2 is None and trial.status != "nonfinite"):
             return None
-        alone = f"fp32 with {'Inf' if by_trial == 'Inf' else 'zeros'} in only these places gives "
-        if trial.status == "nonfinite":
-            found = finding.adding(say(f"{alone}NaN or Inf in the output"))
-        elif trial.rel_l2 is None:
-            return None
-        elif trial.status == "inaccurate":
-            found = finding.adding(say(f"{alone}an output error of {{error:error}}", error=trial.rel_l2))
-        elif self.known == "nonfinite" or (trial.rel_l2**2 < MATTERS * (self.run.rel_l2 or 0.0) ** 2):
+        values = {"Inf": "Inf", "zero": "zeros"}[by_trial]
+        alone = f"fp32 with {values} in only these places gives "
+        result = say_if(trial.status == "nonfinite", f"{alone}NaN or Inf in the output")
+        if trial.status == "inaccurate":
+            result = say(f"{alone}an output error of {{error:error}}", error=trial.rel_l2)
+        if result is not None:
+            finding = finding.adding(result, _disproof(self.run, row.module))
+            return finding._replace(severity="error", matters=True)
+        # It passes: harmless, if what else fails is larger by far.
+        if self.known == "nonfinite" or (trial.rel_l2 or 0.0) ** 2 < MATTERS * (self.run.rel_l2 or 0.0) ** 2:
             return as_harmless(finding, say(f"{alone}an output that passes, error {{error:error}}", error=trial.rel_l2))
-        else:
-            return None
-        return found.adding(_disproof(self.run, row.module))._replace(severity="error", matters=True)
+        return None
 
     def _weigh_nonfinite(self, finding: Finding, row: OpCall) -> Finding:
         """:meth:`weigh` in a run whose output is not finite."""
+        # What reaches the output matters; where that is not known, the first op does.
         kinds = {"Inf": row.introduced_inf, "NaN": row.introduced_nan}
         what = " or ".join(kind for kind, values in kinds.items() if values)
         if not _gives_nonfinite(row):
@@ -241,20 +227,21 @@ class Relevance:
         return finding.adding(say("the first op with Inf or NaN"), _disproof(self.run, row.module))
 
     def _share_at(self, place: Place) -> float | None:
-        """The share of the op at ``place``, with all rounding of its results; ``None`` if it is not
-        known.
-        """
+        """The share of the op at ``place``, with all rounding of its results, if it is known."""
         if place in self.shares:
             return self.shares[place].share + self.rounding.get(place, 0.0)
+        if self.known != "explained":
+            return None
+        # An op without a share may be one of those that no share explains, or cause the error of
+        # another tensor of the output.
         budget = self.run.budget
         hidden = budget is None or abs((budget.unexplained or 0.0) - budget.decisions) >= MATTERS
-        # An op without a share may cause the error of another tensor of the output.
         hidden |= error_beside(self.run) > (self.run.tolerance or 0.0)
-        return None if self.known != "explained" or (self.is_complete and hidden) else 0.0
+        return None if self.is_complete and hidden else 0.0
 
     @cached_property
     def shares_up_to(self) -> dict[Place, float]:
-        """By place, the share of all ops up to its last call together; empty if they are not known."""
+        """By place, the share of all ops up to its last call together; empty if unknown."""
         if self.known != "explained" or not self.is_complete:
             return {}
         calls = self.run.op_calls
@@ -284,18 +271,17 @@ def _gives_nonfinite(row: OpCall) -> bool:
 
 def _disproof(run: Run, module: str) -> Sentence | None:
     """What happened with ``module`` in fp32, alone or with others, if that did not help."""
+    # An ablation was run; the budget holds the error with single modules in fp32.
     ablation, budget = run.ablation, run.budget
     still = "with {modules:modules} in fp32 the error is still {error:error}"
     if ablation is not None and any(is_inside(module, path) for path in ablation.keep_fp32):
         if ablation.status == run.status == "nonfinite":
             return say("with {modules:modules} in fp32 the output still has NaN or Inf", modules=ablation.keep_fp32)
-        if is_disproved(run):
-            return say(still, modules=ablation.keep_fp32, error=ablation.rel_l2)
+        return say_if(is_disproved(run), still, modules=ablation.keep_fp32, error=ablation.rel_l2)
+    if budget is None:
         return None
-    measured = None
-    if budget:
-        measured = next((its.measured for its in budget.modules if its.module == module), None)
-    if budget is None or measured is None or measured >= MATTERS:
+    measured = next((share.measured for share in budget.modules if share.module == module), None)
+    if measured is None or measured >= MATTERS:
         return None
     return say(still, modules=[module], error=(budget.measured or 0.0) * math.sqrt(1.0 - measured))
 
@@ -304,27 +290,27 @@ def _disproof(run: Run, module: str) -> Sentence | None:
 
 
 def wider_range(run: Run, result: ScanResult, module: str) -> Sentence:
-    """The advice for a value that the run's format cannot hold; a format with more range only if it
-    passes or was not tried.
-    """
+    """Advice for a value out of range; more range only if that passes or was not tried."""
     wider, passing = _wider(run), passing_elsewhere(run, result)
-    if passing is None and wider and not any(_runs_in(known, result) for known in wider):
+    if passing is None and wider and not any(_runs_in(dtype, result) for dtype in wider):
         passing = say("try {dtype:text}, which has a larger range", dtype=wider[0].short)
     keep = keep_in_fp32(run, result, module) or say("scale the values: fp32 for this module alone does not help")
     return chained(keep, passing, between=", or ")
 
 
 def keep_in_fp32(run: Run, result: ScanResult, module: str) -> Sentence | None:
-    """The modules that a plan of this run keeps, or that an ablation kept with success; else the
-    one of the op, to try; ``None`` if that was tried and did not help.
+    """The modules that a plan or an ablation of this run keeps with success, else the op's, to try.
+
+    ``None`` if that was tried and did not help.
     """
+    # What passed with the module in fp32 is worth more than a try.
     plan, ablation = result.plan, run.ablation
     made = (run.precision, run.backend, run.memory_format)
     if plan is not None and plan.keep_fp32 and (plan.base, plan.backend, plan.memory_format) == made:
         return say("keep {modules:modules} in fp32, as the plan does", modules=plan.keep_fp32)
     if ablation is not None and is_confirmed(run) and any(is_inside(module, path) for path in ablation.keep_fp32):
-        kept = f"keep {{modules:modules}} in fp32, with which the error is {{error:error}} ({run.evidence})"
-        return say(kept, modules=ablation.keep_fp32, error=ablation.rel_l2)
+        keep = f"keep {{modules:modules}} in fp32, with which the error is {{error:error}} ({run.evidence})"
+        return say(keep, modules=ablation.keep_fp32, error=ablation.rel_l2)
     if _disproof(run, module):
         return None
     if module:
@@ -334,29 +320,27 @@ def keep_in_fp32(run: Run, result: ScanResult, module: str) -> Sentence | None:
 
 
 def passing_elsewhere(run: Run, result: ScanResult) -> Sentence | None:
-    """``use autocast-bf16, which passes``: a format with more range that passes in this scan,
-    autocast first.
-    """
-    passing = [other for known in _wider(run) for other in _runs_in(known, result) if passes_all(other, result.runs)]
-    best = min(passing, key=lambda other: not other.is_autocast, default=None)
-    if best is not None:
-        return say("use {run:text}, which passes", run=best.key.label)
-    return None
+    """``use autocast-bf16, which passes``: a run in a format with more range, autocast first."""
+    others = (other for wider in _wider(run) for other in _runs_in(wider, result))
+    passing = [other for other in others if passes_all(other, result.runs)]
+    if not passing:
+        return None
+    best = min(passing, key=lambda other: not other.is_autocast)
+    return say("use {run:text}, which passes", run=best.key.label)
 
 
 def faster(run: Run, result: ScanResult, slow_in: Collection[FloatFormat]) -> str:
-    """What to do about an op that is slow in ``run``, and in runs of the formats ``slow_in``: by
-    what the device accelerates.
-    """
+    """Advice for an op that is slow in ``run`` and in the formats ``slow_in``."""
     keep = "try the modules with this op in fp32: lowprec-check plan"
-    accelerated = {known: result.environment.get(f"{known.short}_accelerated") for known in LOW_FORMATS}
+    # A dtype that the device accelerates, in which this op is not known to be slow or to fail.
+    accelerated = {dtype: result.environment.get(f"{dtype.short}_accelerated") for dtype in LOW_FORMATS}
     if run.format is not None and accelerated.get(run.format):
         return f"the device accelerates {run.format.short}, but not this op; {keep}"
-    for known, yes in accelerated.items():
-        tried = _runs_in(known, result)
-        if yes and known not in slow_in and (not tried or any(other.status == "ok" for other in tried)):
-            return f"try {known.short}, which this device accelerates"
-    if all(yes is None for yes in accelerated.values()):
+    for dtype, is_accelerated in accelerated.items():
+        tried = _runs_in(dtype, result)
+        if is_accelerated and dtype not in slow_in and (not tried or any(other.status == "ok" for other in tried)):
+            return f"try {dtype.short}, which this device accelerates"
+    if all(is_accelerated is None for is_accelerated in accelerated.values()):
         return f"use a dtype that the device accelerates, or {keep}"
     return keep
 
@@ -366,10 +350,12 @@ def recommended_instead(run: Run, result: ScanResult) -> Recommendation | None:
     best = result.recommendation
     if best is None:
         return None
+    # A plan, or another way to train, is not the run as it is.
     same = (best.precision, best.backend, best.memory_format) == (run.precision, run.backend, run.memory_format)
     is_itself = same and not best.keep_fp32 and best.way in (None, "plain")
-    passing = (run for run in candidates(result.runs) if passes_all(run, result.runs))
-    return None if is_itself or not any(passing) else best
+    if is_itself or not any(passes_all(other, result.runs) for other in candidates(result.runs)):
+        return None
+    return best
 
 
 def _runs_in(wanted: FloatFormat, result: ScanResult) -> list[Run]:
@@ -383,8 +369,9 @@ def tried_runs(result: ScanResult) -> list[Run]:
 
 
 def _wider(run: Run) -> list[FloatFormat]:
-    here = run.format
-    return [known for known in LOW_FORMATS if here is not None and known.max_exponent > here.max_exponent]
+    if run.format is None:
+        return []
+    return [wider for wider in LOW_FORMATS if wider.max_exponent > run.format.max_exponent]
 
 
 def search_advice(run: Run, result: ScanResult, passing: Recommendation | None, batch: int | None) -> str:
@@ -392,27 +379,26 @@ def search_advice(run: Run, result: ScanResult, passing: Recommendation | None, 
     modules in fp32, unless the model's own code, or the cast of its inputs, would make it fail
     alone.
     """
-    found, budget, limit = suspects(run), trusted_budget(run), run.tolerance or math.inf
-    of_input = 0.0
-    if budget is not None:
-        of_input = sum(its.share for its in budget.shares if its.op == CAST_INPUT)
-    of_root = 0.0
-    if found.causes is not None:
-        of_root = found.causes.shares.get("", 0.0)
-    by_input, by_root = (
-        found.causes is not None and found.causes.error * math.sqrt(max(0.0, share)) > limit
-        for share in (of_input, of_root)
-    )
+    suspected, budget, limit = suspects(run), trusted_budget(run), run.tolerance or math.inf
+    by_input = by_root = False
+    if suspected.causes is not None:
+        error, of_input = suspected.causes.error, 0.0
+        if budget is not None:
+            of_input = sum(share.share for share in budget.shares if share.op == CAST_INPUT)
+        of_root = suspected.causes.shares.get("", 0.0)
+        by_input, by_root = (error * math.sqrt(max(0.0, share)) > limit for share in (of_input, of_root))
     overflows = any(row.spoils_output and row.op.startswith(CAST_INPUT) for row in run.op_calls.rows())
     command, batches = "plan", "inputs-from"
     if result.prediction is not None:
         command, batches = "scan --plan", "batches"  # plan needs the device
-    elif overflows or by_input:
-        why = ": that cast alone exceeds the tolerance" if by_input else ""
-        return f"pass the input in fp32, or scale it before the cast{why}"
-    elif found.root or by_root:
+    elif by_input:
+        return "pass the input in fp32, or scale it before the cast: that cast alone exceeds the tolerance"
+    elif overflows:
+        return "pass the input in fp32, or scale it before the cast"
+    elif suspected.root or by_root:
         return f"find a patch of the model's own code: lowprec-check fix TARGET -p {run.precision}"
     elif passing is not None:  # which would end a search over all bases
-        command = f"plan -p {run.precision} --base {'autocast' if run.is_autocast else 'cast'}"
+        base = "autocast" if run.is_autocast else "cast"
+        command = f"plan -p {run.precision} --base {base}"
     search = f"find the modules to keep in fp32: lowprec-check {command}"
-    return search + (f" --{batches} {batch + 1}" if batch else "")
+    return f"{search} --{batches} {batch + 1}" if batch else search

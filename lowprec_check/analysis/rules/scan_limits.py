@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
 from lowprec_check.analysis.run_summary import never_called
 from lowprec_check.schema.scan_result import ScanResult
-from lowprec_check.schema.statements import chained, say
+from lowprec_check.schema.statements import chained, say, say_if
 
 
 @rule("LP901", "uncalled-module", "note")
@@ -29,9 +29,10 @@ def uncalled_module(result: ScanResult) -> Iterator[Finding]:
         # after
         inputs = torch.randn(1, 32)
     """
+    message = say("never ran on these inputs: not covered")
+    if result.training is not None:
+        message = say("never ran in the first step: not covered")
     for module in never_called(result.runs):
-        when = "never ran on these inputs" if result.training is None else "never ran in the first step"
-        message = say(f"{when}: not covered")
         yield Finding(message, module=module, help="scan with inputs that reach it")
 
 
@@ -60,9 +61,7 @@ def nondeterministic_reference(result: ScanResult) -> Iterator[Finding]:
     advice = "make the model deterministic, e.g. with torch.use_deterministic_algorithms(True)"
     for run in result.runs:
         if run.nondeterministic:
-            least = None
-            if run.training is None:
-                least = say("each tolerance is at least three times their difference")
+            least = say_if(run.training is None, "each tolerance is at least three times their difference")
             yield Finding(chained(say("two fp32 runs with one seed differ"), least), run=run, help=advice)
 
 
@@ -89,13 +88,20 @@ def emulated_op(result: ScanResult) -> Iterator[Finding]:
     for run in low_runs(result):
         counts = Counter(row.op for row in run.op_calls.rows() if row.outcome == "emulated")
         for op, reason in run.emulated.items():
-            if counts[op]:
-                message = say("computed in fp32 and rounded: {reason:text}", reason=reason)
-                crashes = any(gap.kind == "crash" and gap.op == op for gap in run.gaps)
-                more = "--thorough" if run.judged_by_one_call else "raise the time budget: --budget"
-                more = "fix what fails in this run, and scan again" if run.status == "error" else more
-                advice = "see LP107 of this op" if crashes else more
-                yield Finding(message, run=run, op=op, help=advice, calls=counts[op], timed=not crashes)
+            if not counts[op]:
+                continue
+            message = say("computed in fp32 and rounded: {reason:text}", reason=reason)
+            # A crash is the same each time; how slow an op is depends on the machine.
+            crashes = any(gap.kind == "crash" and gap.op == op for gap in run.gaps)
+            if crashes:
+                advice = "see LP107 of this op"
+            elif run.status == "error":
+                advice = "fix what fails in this run, and scan again"
+            elif run.judged_by_one_call:
+                advice = "--thorough"
+            else:
+                advice = "raise the time budget: --budget"
+            yield Finding(message, run=run, op=op, help=advice, calls=counts[op], timed=not crashes)
 
 
 @rule("LP904", "instruments-perturb", "note")
@@ -147,15 +153,15 @@ def incomplete_scan(result: ScanResult) -> Iterator[Finding]:
         y = x * 2
     """
     for run in low_runs(result):
-        if not run.complete and run.status != "skipped":
-            stop = run.stopped_by
-            ended = run.incomplete_because or run.reason or "the op-by-op analysis ended early"
-            why = stop.text if stop else ended
-            if stop:
-                module, source = (stop.module, stop.source)
-            else:
-                module, source = (None, None)
-            timed = not stop and "budget" in ended
-            advice = "scan with a larger --budget or smaller inputs" if timed else "fix this and scan again"
-            message = say("later ops were not checked: {why:text}", why=why)
-            yield Finding(message, run=run, module=module, source=source, help=advice, timed=timed)
+        if run.complete or run.status == "skipped":
+            continue
+        stop, advice = run.stopped_by, "fix this and scan again"
+        if stop:
+            message = say("later ops were not checked: {why:text}", why=stop.text)
+            yield Finding(message, run=run, module=stop.module, source=stop.source, help=advice)
+            continue
+        why = run.incomplete_because or run.reason or "the op-by-op analysis ended early"
+        message, timed = say("later ops were not checked: {why:text}", why=why), "budget" in why
+        if timed:
+            advice = "scan with a larger --budget or smaller inputs"
+        yield Finding(message, run=run, help=advice, timed=timed)

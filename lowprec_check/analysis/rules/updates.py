@@ -1,6 +1,4 @@
-"""LP503, LP504, LP506: what rounding does to the updates of weights, buffers and the state of the
-optimizer.
-"""
+"""LP503, LP504, LP506: what rounding does to weights, buffers and optimizer state."""
 
 from __future__ import annotations
 
@@ -11,13 +9,11 @@ from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
 from lowprec_check.analysis.training_advice import keeps_weights
 from lowprec_check.analysis.training_status import LOST, Lost, first_way, passing_ways, trained_runs
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.statements import Figure, Sentence, bytes_figure, chained, percent, say
+from lowprec_check.schema.statements import Figure, Sentence, bytes_figure, chained, percent, say, say_if
 from lowprec_check.schema.training import LostUpdates
 
+# A share of lost updates of buffers and state worth a finding: below, averages still follow.
 STALLED = 0.5
-"""A share of lost updates of buffers and the state of the optimizer that is worth a finding: an
-average that loses less still follows.
-"""
 
 
 class _Loss(Lost):
@@ -25,28 +21,25 @@ class _Loss(Lost):
 
     def __init__(self, tensors: Sequence[LostUpdates]) -> None:
         super().__init__("", tensors)
-        self.worst = max(tensors, key=lambda found: (found.lost, found.decay_lost or 0.0))
+        self.worst = max(tensors, key=lambda tensor: (tensor.lost, tensor.decay_lost or 0.0))
         self.module = self.worst.name.partition(" · ")[0].rpartition(".")[0]
-        """The module of the parameter, of the buffer, or of the state of the parameter, that loses
-        most.
-        """
+        """The module whose parameter or buffer loses most, itself or in its state."""
 
     def most(self) -> Sentence | None:
         """The tensor that loses most, of several."""
-        words = "most in {tensor:text}: {most:percent}"
-        if len(self.tensors) > 1:
-            return say(words, tensor=self.worst.name, most=self.worst.lost)
-        return None
+        words, worst = "most in {tensor:text}: {most:percent}", self.worst
+        return say_if(len(self.tensors) > 1, words, tensor=worst.name, most=worst.lost)
 
 
 @rule("LP503", "lost-update", "warning")
 def lost_update(result: ScanResult) -> Iterator[Finding]:
     """Rounding loses updates of weights.
 
-    Observed: for at least 10 % of the updates of the weights in a parameter group, the weight stays the same where the
-    same update on an fp32 copy changes it: the update is less than half the distance to the next number of the dtype,
-    0.2 to 0.4 % of a weight in bf16. Weight decay alone (a step with zero gradients) and averages of the weights are
-    counted apart. The steps are those of the scan; a smaller learning rate loses more.
+    Observed: for at least 10 % of the updates of the weights in a parameter group, the weight stays
+    the same where the same update on an fp32 copy changes it: the update is less than half the
+    distance to the next number of the dtype, 0.2 to 0.4 % of a weight in bf16. Weight decay alone
+    (a step with zero gradients) and averages of the weights are counted apart. The steps are those
+    of the scan; a smaller learning rate loses more.
 
     Usual causes: weights that are cast to 16 bits (`model.bfloat16()`); small learning rates;
     weight decay, which changes a weight by `lr * weight_decay` of its value.
@@ -66,21 +59,22 @@ def lost_update(result: ScanResult) -> Iterator[Finding]:
         weights = [tensor for tensor in training.lost_updates if tensor.values == "weight"]
         several = len({tensor.group for tensor in weights}) > 1
         for group in sorted({tensor.group or 0 for tensor in weights}):
-            found = _Loss([tensor for tensor in weights if (tensor.group or 0) == group])
-            decay, which = found.decay or 0.0, {"group": group} if several else {}
-            of = " of parameter group {group:number}" if several else ""
-            if found.share >= LOST:
+            loss = _Loss([tensor for tensor in weights if (tensor.group or 0) == group])
+            decay, which, of = loss.decay or 0.0, dict[str, int](), ""
+            if several:
+                which, of = {"group": group}, " of parameter group {group:number}"
+            if loss.share >= LOST:
                 words = f"{{lost:percent}} of the updates of weights{of} are lost to rounding"
-                alone = None
-                if decay >= LOST:
-                    alone = say("by weight decay alone: {decay:percent}", decay=decay)
-                message = chained(say(words, lost=found.share, **which), alone, found.most())
+                alone = say_if(decay >= LOST, "by weight decay alone: {decay:percent}", decay=decay)
+                message = chained(say(words, lost=loss.share, **which), alone, loss.most())
             elif decay >= LOST:
-                words = f"{{decay:percent}} of the updates of weights{of} by weight decay alone are lost to rounding, {{lost:percent}} of those with gradients"
-                message = say(words, decay=decay, lost=found.share, **which)
+                # Gradients hide what a step without them shows.
+                by_decay = f"{{decay:percent}} of the updates of weights{of} by weight decay alone are lost to rounding"
+                words = f"{by_decay}, {{lost:percent}} of those with gradients"
+                message = say(words, decay=decay, lost=loss.share, **which)
             else:
                 continue
-            yield Finding(message, run, found.module, help=what_recovers(run, result))
+            yield Finding(message, run, loss.module, help=what_recovers(run, result))
         averages = [tensor for tensor in training.lost_updates if tensor.values == "average"]
         if averages and (average := _Loss(averages)).share >= LOST:
             words = "{lost:percent} of the updates of the average of the weights are lost to rounding"
@@ -91,6 +85,7 @@ def lost_update(result: ScanResult) -> Iterator[Finding]:
 
 def what_recovers(run: Run, result: ScanResult) -> str:
     """The ways of ``run`` that passed and keep small updates, with their memory; or autocast."""
+    # A run under autocast of the same dtype, else of another.
     autocast = [
         other
         for other in low_runs(result)
@@ -98,22 +93,24 @@ def what_recovers(run: Run, result: ScanResult) -> str:
     ]
     same = [other for other in autocast if other.format == run.format]
     names = [f"{other.key.label}, which keeps the weights in fp32" for other in (*same, *autocast)[:1] if run.format]
+    # The ways to train in this precision, with what they still lose and how much memory they take.
     passed = [way for way in passing_ways(run) if way.declared.updater]
     for way in sorted(passed, key=lambda way: way.declared.order):
-        lost = ""
+        figures = []
         if way.lost_updates:
-            lost = f"{percent(way.lost_updates)} lost"
-        figures = ", ".join(filter(None, (lost, bytes_figure(way.state_bytes) if way.state_bytes else "")))
-        names.append(f"{way.declared.words} ({figures})" if figures else way.declared.words)
+            figures.append(f"{percent(way.lost_updates)} lost")
+        if way.state_bytes:
+            figures.append(bytes_figure(way.state_bytes))
+        words = way.declared.words
+        names.append(f"{words} ({', '.join(figures)})" if figures else words)
     if not names and run.is_autocast:
         return "keep the weights in fp32: autocast casts copies of them"
     if not names:
         return "try autocast or fp32 master weights, which keep the weights in fp32"
-    first = first_way(run)
-    as_it_is = ""
+    advice, first = f"use {'; or '.join(names)}", first_way(run)
     if first and first.state_bytes and passed:
-        as_it_is = bytes_figure(first.state_bytes)
-    return f"use {'; or '.join(names)}" + (f" (weights and optimizer state as it is: {as_it_is})" if as_it_is else "")
+        advice += f" (weights and optimizer state as it is: {bytes_figure(first.state_bytes)})"
+    return advice
 
 
 @rule("LP504", "stalled-state", "warning")
@@ -138,15 +135,17 @@ def stalled_state(result: ScanResult) -> Iterator[Finding]:
         model.norm.float()
     """
     for run, training in trained_runs(result):
+        # Tensors by kind: buffers of one name, or one key of the optimizer's state.
         kinds: dict[tuple[str, str], list[LostUpdates]] = {}
-        for found in training.lost_updates:
-            if found.values in ("buffer", "optimizer state") and found.lost >= STALLED:
-                key = found.name.rpartition(" · ")[2].rpartition(".")[2]
-                kinds.setdefault((found.values, key), []).append(found)
+        for tensor in training.lost_updates:
+            if tensor.values in ("buffer", "optimizer state") and tensor.lost >= STALLED:
+                key = tensor.name.rpartition(" · ")[2].rpartition(".")[2]
+                kinds.setdefault((tensor.values, key), []).append(tensor)
         for (values, key), stalled in kinds.items():
-            loss = _Loss(stalled)
-            of: dict[str, Figure] = {"tensors": len(stalled)} if len(stalled) > 1 else {}
-            tensors = " of {tensors:count tensor}" if of else ""
+            loss, tensors = _Loss(stalled), ""
+            of: dict[str, Figure] = {}
+            if len(stalled) > 1:
+                tensors, of["tensors"] = " of {tensors:count tensor}", len(stalled)
             lost = f"{{values:text}}: {{lost:percent}} of the updates of {{name:text}}{tensors} are lost to rounding"
             message = say(lost, values=values, lost=loss.share, name=key, **of)
             advice = "try the module in fp32, or autocast"
@@ -181,6 +180,7 @@ def zero_epsilon(result: ScanResult) -> Iterator[Finding]:
             continue
         made = "a step with zero gradients makes {share:percent} of the weights NaN or Inf: eps is zero in the dtype"
         message = say(made, share=max(checks.values()))
+        # Implementations differ, as one that computes in fp32 has no such step.
         fails = " and ".join(name for name, share in checks.items() if share and name != "as given")
         works = " and ".join(name for name, share in checks.items() if not share and name != "as given")
         if fails and works:
@@ -188,8 +188,8 @@ def zero_epsilon(result: ScanResult) -> Iterator[Finding]:
         if not checks.get("as given", True):
             yield Finding(chained(say("not with the optimizer as given"), message, between=": "), run, severity="note")
             continue
-        settings = [f"{name}=True" for name in ("fused", "foreach") if checks.get(name) == 0]
-        too = ""
-        if settings:
-            too = f"; {settings[0]} avoids it too"
-        yield Finding(message, run, help=what_recovers(run, result) + too)
+        advice = what_recovers(run, result)
+        avoids = [f"{name}=True" for name in ("fused", "foreach") if checks.get(name) == 0]
+        if avoids:
+            advice += f"; {avoids[0]} avoids it too"
+        yield Finding(message, run, help=advice)

@@ -1,3 +1,1 @@
-"""What a result means, in sentences: one function for each kind of statement, and nothing else
-writes sentences about a result.
-"""
+"""What a result means, in sentences: one function writes each, and nothing else does."""

@@ -24,8 +24,8 @@ from lowprec_check.analysis.run_summary import (
     plan_starts,
     reference_of,
 )
-from lowprec_check.analysis.speed import Speed, is_faster, speed
-from lowprec_check.analysis.statements.kinds import Made, Said, per_run, per_scan, said
+from lowprec_check.analysis.speed import Speed, in_turns, is_faster, speed
+from lowprec_check.analysis.statements.kinds import Made, Said, per_run, per_scan, said, warn_if
 from lowprec_check.analysis.statements.status import NEAR, on_further, passes_but, why
 from lowprec_check.analysis.statements.training_findings import drawback, part_of_limit
 from lowprec_check.analysis.training_status import is_timed, remedies, way_text
@@ -35,10 +35,9 @@ from lowprec_check.schema.precisions import low_precisions
 from lowprec_check.schema.registry import choices
 from lowprec_check.schema.run_key import PLAN
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.statements import Figure, Sentence, Statement, chained, counted, plain, say
+from lowprec_check.schema.statements import Figure, Sentence, Statement, Tone, chained, counted, plain, say, say_if
 
-LONG_SETUP = 1.0
-"""Seconds of set-up that are named."""
+LONG_SETUP = 1.0  # seconds of set-up that are worth naming
 
 
 def verdict(result: ScanResult) -> str:
@@ -59,68 +58,63 @@ def _verdict(result: ScanResult) -> Iterator[Made]:
     named: dict[str, Figure] = {"name": f"{best.label}{way_text(best.way)}", "kept": kept}
     if not passes(result):
         yield Said(say("{name:text}{kept:text} could not be judged", **named), "none")
-        return
-    if not best.stay_in_fp32:
+    elif not best.stay_in_fp32:
+        # A run that barely passes is named with a warning, one that gains nothing without praise.
         part = 0.0
-        if run is not None and result.training is not None:
-            part = part_of_limit(run, result)
-        elif run is not None:
-            part = part_of_tolerance(run)
+        tone: Tone = "good" if is_gain(result) else "none"
+        if run is not None:
+            part = part_of_tolerance(run) if result.training is None else part_of_limit(run, result)
         predicted = " (predicted)" if result.prediction is not None else ""
         words = say("Use {name:text}{kept:text}{predicted:text}", **named, predicted=predicted)
-        yield Said(words, "warn" if part >= CLOSE else "good" if is_gain(result) else "none")
-        return
-    fp32 = "fp32" if any(other.is_low for other in result.runs) else "eager fp32"
-    if best.worth not in ("nothing", "unknown"):
-        if best.gain.startswith("saves"):
-            gain = best.gain
+        yield Said(words, "warn" if part >= CLOSE else tone)
+    else:
+        fp32 = "fp32" if any(other.is_low for other in result.runs) else "eager fp32"
+        if best.worth not in ("nothing", "unknown"):
+            gain = best.gain if best.gain.startswith("saves") else f"is {best.gain}"
+            stay = "Stay in {fp32:text} for {prefer:text}; {name:text}{kept:text} {gain:text}"
+            yield Said(say(stay, fp32=fp32, prefer=best.prefer, **named, gain=gain), "none")
         else:
-            gain = f"is {best.gain}"
-        stay = "Stay in {fp32:text} for {prefer:text}; {name:text}{kept:text} {gain:text}"
-        yield Said(say(stay, fp32=fp32, prefer=best.prefer, **named, gain=gain), "none")
-        return
-    lacks = "was not measured to be faster"
-    if best.worth == "nothing":
-        ratio = None
-        if run is not None:
-            ratio = memory_ratio(run, result.runs)
-        saves = "little" if ratio is not None and ratio <= 1 / SAME_MEMORY else "no"
-        slower = run is not None and speed(run, result.runs).told == "slower"
-        if run is not None and not slower and changes_nothing(run):
-            lacks = "computes nothing in 16 bits"
-        else:
-            memory = ""
-            if ratio is not None:
-                memory = f" and saves {saves} memory"
-            lacks = f"is {'slower' if slower else 'not faster'}{memory}"
-    yield Said(say("Stay in {fp32:text}: {name:text}{kept:text} {gain:text}", fp32=fp32, **named, gain=lacks), "none")
+            lacks = "was not measured to be faster"
+            if best.worth == "nothing":
+                lacks = _gains_nothing(run, result)
+            stay = "Stay in {fp32:text}: {name:text}{kept:text} {gain:text}"
+            yield Said(say(stay, fp32=fp32, **named, gain=lacks), "none")
+
+
+def _gains_nothing(run: Run | None, result: ScanResult) -> str:
+    """What is said of the recommended run, if it is not worth using."""
+    ratio, slower = None, False
+    if run is not None:
+        ratio, slower = memory_ratio(run, result.runs), speed(run, result.runs).told == "slower"
+        if not slower and changes_nothing(run):
+            return "computes nothing in 16 bits"
+    is_slower, memory = "is slower" if slower else "is not faster", ""
+    if ratio is not None:
+        saved = "little" if ratio <= 1 / SAME_MEMORY else "no"
+        memory = f" and saves {saved} memory"
+    return f"{is_slower}{memory}"
 
 
 def _no_pass(result: ScanResult) -> Sentence:
     tried = [run for run in candidates(result.runs) if run.base is None and run.status != "skipped"]
     tried = [run for run in tried if run.is_low] or tried
-    plans = (run for run in result.runs if run.precision == PLAN)
-    where = " on every input" if any(map(fails_elsewhere, [*tried, *plans])) else ""
-    if result.prediction is None:
-        here = f"passed{where} here"
-    else:
-        here = f"is predicted to pass{where}"
-    if {precision.name for precision in low_precisions()} <= {run.precision for run in tried}:
-        return say("Stay in fp32: no low precision {here:text}", here=here)
     if not tried:
         return plain("Stay in fp32: nothing else could be run")
-    names = choices([label(run) for run in tried], "nor" if len(tried) == 2 else "and")
-    if len(tried) > 1:
-        if len(tried) == 2:
-            none = f"neither {names}"
-        else:
-            none = f"none of {names}"
-        return say("Stay in fp32: {none:text} {here:text}", none=none, here=here)
-    if result.prediction is None:
-        fails = f"did not pass{where} here"
-    else:
-        fails = f"is predicted not to pass{where}"
-    return say("Stay in fp32: {name:text} {fails:text}", name=names, fails=fails)
+    where, names = "", [label(run) for run in tried]
+    if any(map(fails_elsewhere, [*tried, *(run for run in result.runs if run.precision == PLAN)])):
+        where = " on every input"
+    here, fails = f"passed{where} here", f"did not pass{where} here"
+    if result.prediction is not None:
+        here, fails = f"is predicted to pass{where}", f"is predicted not to pass{where}"
+    # Names are listed only where they are not all that there are.
+    if {precision.name for precision in low_precisions()} <= {run.precision for run in tried}:
+        return say("Stay in fp32: no low precision {here:text}", here=here)
+    if len(tried) == 1:
+        return say("Stay in fp32: {name:text} {fails:text}", name=names[0], fails=fails)
+    none = f"none of {choices(names, 'and')}"
+    if len(tried) == 2:
+        none = f"neither {choices(names, 'nor')}"
+    return say("Stay in fp32: {none:text} {here:text}", none=none, here=here)
 
 
 def _passes_ablated(run: Run) -> bool:
@@ -135,57 +129,55 @@ def _searched(result: ScanResult) -> bool:
 @per_run("way-out", "advice")
 def way_out(run: Run, result: ScanResult) -> Made:
     """Modules with which in fp32 a run passes, where nothing passes as it is."""
-    found = run.ablation
-    if result.recommendation is not None or found is None or not _passes_ablated(run):
+    ablation = run.ablation
+    if result.recommendation is not None or ablation is None or not _passes_ablated(run):
         return None
     words = "passes with {kept:modules} in fp32, error {after:error}"
     if not _searched(result):
         command = "plan" if result.prediction is None else "scan --plan"  # plan needs the device
         words += f"; lowprec-check {command} searches for the fewest modules"
-    return Said(say(words, kept=found.keep_fp32, after=found.rel_l2), "warn")
+    return Said(say(words, kept=ablation.keep_fp32, after=ablation.rel_l2), "warn")
 
 
 @per_run("no-plan", "advice")
 def _no_plan(run: Run, result: ScanResult) -> Made:
     """What the search for modules to keep in fp32 found from a run, where it found none."""
-    found = failed_search(run, result.attempts)
-    if found is None or result.plan is not None:
+    search = failed_search(run, result.attempts)
+    if search is None or result.plan is not None:
         return None
-    longer = "; lowprec-check plan searches longer" if found.stopped_without_plan and result.prediction is None else ""
-    words = f"{{outcome:text}} ({{trials:count trial}}){longer}"
-    return say(words, outcome=found.outcome, trials=found.trials)
+    words = "{outcome:text} ({trials:count trial})"
+    if search.stopped_without_plan and result.prediction is None:
+        words += "; lowprec-check plan searches longer"
+    return say(words, outcome=search.outcome, trials=search.trials)
 
 
 @per_scan("patch", "advice", evidence="derived")
 def _patch(result: ScanResult) -> Iterator[Made]:
-    """Where the user's own code fails, after a search for a plan: a patch of these lines may be
-    smaller. None was tried.
-    """
+    """Lines of the user's code to patch, which may be less than a plan; none was tried."""
     elsewhere = result.fixing or result.training or result.prediction or ".py" not in result.target
     if elsewhere or not _searched(result):
         return
+    # Lines of installed packages are not the user's to patch.
     rows = [culprit.row for run in result.runs if fails(run) for culprit in culprits(run)]
     lines = list(dict.fromkeys(row.source for row in rows if row.source and row.caller is None))
     if not lines:
         return
     figures: dict[str, Figure] = {"line": lines[0]}
-    where, found, more, shows = "{line:text}", "no plan was found", "", ""
+    where, outcome, more, shows = "{line:text}", "no plan was found", "", ""
     if len(lines) > 1:
         where, figures["lines"] = "{lines:count place}, first {line:text},", len(lines)
     if result.plan is not None:
-        found, figures["kept"] = "the plan keeps {kept:count module} in fp32", len(result.plan.keep_fp32)
+        outcome, figures["kept"] = "the plan keeps {kept:count module} in fp32", len(result.plan.keep_fp32)
         more, shows = " --plan", ", and shows the size of both"
     search = f"lowprec-check fix TARGET{more} searches for one{shows}"
-    yield say(f"{found}; a patch of your code at {where} was not tried: {search}", **figures)
+    yield say(f"{outcome}; a patch of your code at {where} was not tried: {search}", **figures)
 
 
 def in_fp32(kept: list[str], modules: int, plan: Plan | None) -> str:
-    """``2 of 6 modules in fp32`` of a model with 7 ``modules``, itself included; those inside the
-    ``kept`` ones count, if a ``plan`` names them.
-    """
-    count, total = number_of(kept, plan.modules if plan is not None else ()), counted(max(0, modules - 1), "module")
+    """``2 of 6 modules in fp32`` of 7 ``modules``, the model included; a ``plan`` names all."""
+    count = number_of(kept, plan.modules if plan is not None else ())
     if count < modules:
-        return f"{count} of {total} in fp32"
+        return f"{count} of {counted(modules - 1, 'module')} in fp32"
     return f"{counted(count, 'module')} in fp32"
 
 
@@ -202,25 +194,29 @@ def judged(run: Run, result: ScanResult) -> Made:
         return Said(say("it cannot be judged: {odd:text}", odd=odd), "warn")
     if run.status != "ok":
         return Said(chained(plain("it "), why(run), between=""), "warn")
-    passes_ = "it passes" if run.evidence == "measured" else "it is predicted to pass"
+    passes_ = "it is predicted to pass"
+    if run.evidence == "measured":
+        passes_ = "it passes"
     if run.distance is None or not run.tolerance:
         return plain(passes_)
-    what = ""
+    batches, further, what, more = run.batch_count, on_further(run), "", ""
     if run.compared_module:
         what = f" of the output of {run.compared_module}"
-    batches = run.batch_count
-    further = on_further(run)
-    on = "{batches:count batch} of inputs" if batches == 1 else "each of {batches:count batch} of inputs"
+    on = "each of {batches:count batch} of inputs"
+    if batches == 1:
+        on = "{batches:count batch} of inputs"
     if run.rel_l2 is None and not run.distance:
         equal = say(f"{passes_}: all values are equal{{what:text}}, on {on}", what=what, batches=batches)
         return chained(equal, further)
+    # Where one batch comes near the limit, and no other was tried, another may exceed it.
     part, tried = run.distance / run.tolerance, run.further_inputs is not None and run.further_inputs.tried
-    more = "; other inputs can exceed it: try --batches 8" if part >= NEAR and batches == 1 and not tried else ""
+    if part >= NEAR and batches == 1 and not tried:
+        more = "; other inputs can exceed it: try --batches 8"
     kind = "{error:percent} of the values differ" if run.rel_l2 is None else "error {error:error}"
     words = f"{passes_}: {kind}{{what:text}}, {{part:percent}} of the tolerance {{limit:limit}}, on {on}{more}"
     judged = say(words, batches=batches, error=run.distance, what=what, part=part, limit=run.tolerance)
     is_near = part_of_tolerance(run) >= NEAR
-    return Said(chained(judged, further, differing_integers(run)), "warn" if is_near else "none")
+    return warn_if(is_near, chained(judged, further, differing_integers(run)))
 
 
 @per_run("gain", "advice")
@@ -231,11 +227,21 @@ def gain(run: Run, result: ScanResult) -> Made:
         return None
     if not is_timed(run, best.way):
         return None
-    found = speed(run, result.runs)
-    slow, short = None, run.format.short if run.format else ""
-    if found.told != "faster" and result.environment.get(f"{short}_accelerated") is False:
-        slow = say("this device does not accelerate {format:text}", format=short)
-    return chained(_speed(found, run), _memory(run, result), slow, between="; ")
+    ratio, fp32, memory = memory_ratio(run, result.runs), reference_of(result.runs), None
+    if ratio is not None and ratio <= 1 / SAME_MEMORY:
+        memory = say("it saves {share:share} of the peak memory", share=1 - ratio)
+    elif ratio is not None and ratio >= SAME_MEMORY:
+        least = ""
+        if fp32 is not None and is_too_small(fp32.process_memory_bytes):
+            least = "at least "
+        memory = say(f"it takes {least}{{share:share}} more memory", share=ratio - 1)
+    elif ratio is not None:
+        memory = plain("it takes about as much memory")
+    # Without support of the device, no speed is to be expected.
+    against_fp32, short = speed(run, result.runs), run.format.short if run.format else ""
+    is_slow = against_fp32.told != "faster" and result.environment.get(f"{short}_accelerated") is False
+    slow = say_if(is_slow, "this device does not accelerate {format:text}", format=short)
+    return chained(_speed(against_fp32, run), memory, slow, between="; ")
 
 
 @per_run("setup", "advice")
@@ -249,61 +255,50 @@ def setup(run: Run, result: ScanResult) -> Made:
 @per_run("kept", "advice")
 def kept(run: Run, result: ScanResult) -> Made:
     """The modules that the recommendation keeps in fp32."""
-    if run is not recommended_run(result) or not run.keep_fp32:
+    if run is not recommended_run(result):
         return None
-    return say("kept in fp32: {kept:modules}", kept=run.keep_fp32)
+    return say_if(run.keep_fp32, "kept in fp32: {kept:modules}", kept=run.keep_fp32)
 
 
+# The kinds that say what a recommendation rests on, in order.
 _BASIS = ("passes", "training", "gain", "scaling", "updates", "other-way", "state", "setup", "kept")
-"""The kinds that say what a recommendation rests on, in order."""
 
 
 def basis(said: Sequence[Statement]) -> str:
     """What the recommendation rests on, as one text, from the statements of a result."""
-    return sentences(its.text for kind in _BASIS for its in said if its.kind == kind)
+    return sentences(statement.text for kind in _BASIS for statement in said if statement.kind == kind)
 
 
 def sentences(texts: Iterable[str]) -> str:
     """Sentences with capitals and full stops."""
-    return " ".join(f"{text[:1].upper()}{text[1:]}{'' if text.endswith(('.', '…')) else '.'}" for text in texts)
+    ended = (text if text.endswith((".", "…")) else f"{text}." for text in texts)
+    return " ".join(text[:1].upper() + text[1:] for text in ended)
 
 
-def _speed(found: Speed, run: Run) -> Sentence:
-    in_rounds = run.latency.speedup if run.latency is not None and run.timing is None else None
-    if found.told in ("faster", "slower") and found.ratio:
-        ratio, low, high, words = found.ratio, found.low, found.high, "it is {ratio:times} as fast as fp32"
-        if found.told == "slower":
+def _speed(against_fp32: Speed, run: Run) -> Sentence:
+    ratio, low, high = against_fp32.ratio, against_fp32.low, against_fp32.high
+    in_rounds = in_turns(run)
+    if against_fp32.told in ("faster", "slower") and ratio:
+        words = "it is {ratio:times} as fast as fp32"
+        if against_fp32.told == "slower":
             about = "about " if in_rounds is not None and not in_rounds.rounds else ""
             words = f"it is {about}{{ratio:times}} slower than fp32 on this machine"
+            # Times as slow: the ends of the interval change places.
             ratio, low, high = 1 / ratio, 1 / high, 1 / low if low else math.inf
         if in_rounds is None or not in_rounds.rounds:
             return say(words, ratio=ratio)
-        interval = say(
-            "({low:three} – {high:three} in {rounds:count round})", low=low, high=high, rounds=in_rounds.rounds
-        )
-        return chained(say(words, ratio=ratio), interval, between=" ")
-    if found.told == "same":
+        interval = "({low:three} – {high:three} in {rounds:count round})"
+        return chained(say(words, ratio=ratio), say(interval, low=low, high=high, rounds=in_rounds.rounds), between=" ")
+    if against_fp32.told == "same":
         return plain("it is about as fast as fp32")
-    if found.told == "noisy":
-        what = "its times varied too much"
-        if found.ratio is not None and math.isinf(found.high):
-            what = "its calls are too short"
-        elif in_rounds is not None and in_rounds.rounds <= 1:
-            what = "it was called too few times"
-        return plain(f"{what} to compare its speed with fp32")
-    return plain("it was not timed")
-
-
-def _memory(run: Run, result: ScanResult) -> Sentence | None:
-    ratio, fp32 = memory_ratio(run, result.runs), reference_of(result.runs)
-    if ratio is None:
-        return None
-    if ratio <= 1 / SAME_MEMORY:
-        return say("it saves {share:share} of the peak memory", share=1 - ratio)
-    if ratio >= SAME_MEMORY:
-        least = fp32 is not None and is_too_small(fp32.process_memory_bytes)
-        return say(f"it takes {'at least ' if least else ''}{{share:share}} more memory", share=ratio - 1)
-    return plain("it takes about as much memory")
+    if against_fp32.told != "noisy":
+        return plain("it was not timed")
+    what = "its times varied too much"
+    if ratio is not None and math.isinf(high):
+        what = "its calls are too short"
+    elif in_rounds is not None and in_rounds.rounds <= 1:
+        what = "it was called too few times"
+    return plain(f"{what} to compare its speed with fp32")
 
 
 # -- the others
@@ -317,19 +312,16 @@ def not_chosen(run: Run, result: ScanResult) -> Made:
         return None
     fails = passes_but(run)
     like_best = best is not None and run.status == best.status and fails is None
-    untold = run.status == "skipped" or (run.precision == PLAN and fails is None)
-    if run not in candidates(result.runs) or untold or like_best:
+    # What was not tried, and what fails like the recommended run, needs no reason.
+    unknown = run.status == "skipped" or (run.precision == PLAN and fails is None)
+    if run not in candidates(result.runs) or unknown or like_best:
         return None
     if run.status == "ok":
-        if fails:
-            return Said(fails, "bad")
-        return None
-    odd = degenerate_output(run, result.runs)
-    if odd:
-        reason = say("it cannot be judged: {odd:text}", odd=odd)
-    else:
-        reason = why(run)
-    passing = remedies(run)
+        if fails is None:
+            return None
+        return Said(fails, "bad")
+    odd, passing = degenerate_output(run, result.runs), remedies(run)
+    reason = say_if(odd, "it cannot be judged: {odd:text}", odd=odd) or why(run)
     if passing:
         reason = chained(reason, say("passes with {ways:names}", ways=passing))
     return Said(reason, "bad")
@@ -337,22 +329,21 @@ def not_chosen(run: Run, result: ScanResult) -> Made:
 
 @per_run("also-faster", "advice")
 def also_faster(run: Run, result: ScanResult) -> Made:
-    """A run that passes, and is faster than fp32 and than the recommended one by more than noise."""
-    best, found = recommended_run(result), speed(run, result.runs)
-    if best is None or run is best or not passes_all(run, result.runs) or run.is_reference or found.told != "faster":
+    """A run that passes, and is faster than fp32 and the recommended one by more than noise."""
+    best, against_fp32 = recommended_run(result), speed(run, result.runs)
+    if best is None or run is best or run.is_reference or against_fp32.told != "faster" or not against_fp32.ratio:
         return None
     if result.recommendation is not None and not is_timed(best, result.recommendation.way):
         return None
-    if not is_faster(found, speed(best, result.runs)) or not found.ratio:
+    if not passes_all(run, result.runs) or not is_faster(against_fp32, speed(best, result.runs)):
         return None
-    return _passes_too(say("passes too, {ratio:times} as fast as fp32", ratio=found.ratio), run, best, result)
+    faster = say("passes too, {ratio:times} as fast as fp32", ratio=against_fp32.ratio)
+    return _passes_too(faster, run, best, result)
 
 
 @per_run("also-smaller", "advice")
 def also_smaller(run: Run, result: ScanResult) -> Made:
-    """A run that passes and takes less memory than fp32, where the recommended one gains nothing
-    over fp32.
-    """
+    """A run that passes and takes less memory, where the recommended one gains nothing."""
     best, ratio = recommended_run(result), memory_ratio(run, result.runs)
     gains = result.recommendation is None or result.recommendation.worth != "nothing"
     if best is None or gains or run is best or not passes_all(run, result.runs) or ratio is None or ratio > SMALLER:
@@ -364,19 +355,16 @@ def _passes_too(gain: Sentence, run: Run, best: Run, result: ScanResult) -> Sent
     """What ``run`` gains, and why ``best`` is named nevertheless."""
     lacking = any(missing_kernels(other) for other in result.runs if is_cast(other))
     is_unsafe = lacking and is_cast(run) and not is_cast(best)
-    unsafe = None
-    if is_unsafe:
-        unsafe = plain("but some ops lack a kernel in another cast of the model")
+    # A cast of the model may meet ops without a kernel on other paths.
+    unsafe = say_if(is_unsafe, "{text:text}", text="but some ops lack a kernel in another cast of the model")
     return chained(gain, unsafe, drawback(run), between=", ")
 
 
 @per_run("slower-than", "advice")
 def slower_than(run: Run, result: ScanResult) -> Made:
-    """A run that passes and was slower than the recommended one in the same rounds, which their
-    ratios to fp32 alone may not tell.
-    """
+    """A run that passes and was slower than the recommended one in the same rounds."""
     best = recommended_run(result)
-    is_told = best is not None and run.latency is not None and best.key.label in run.latency.slower_than
-    if best is None or not is_told or not passes_all(run, result.runs):
+    if best is None or run.latency is None or not passes_all(run, result.runs):
         return None
-    return say("slower than {best:text} in the same rounds", best=best.key.label)
+    name, slower = best.key.label, "slower than {best:text} in the same rounds"
+    return say_if(name in run.latency.slower_than, slower, best=name)

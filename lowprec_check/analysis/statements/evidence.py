@@ -1,6 +1,4 @@
-"""What the conclusions of a scan rest on: where errors come from, inputs and weights, predictions,
-and what was not seen.
-"""
+"""What conclusions rest on: causes of errors, inputs, weights, predictions, what was not seen."""
 
 from __future__ import annotations
 
@@ -38,48 +36,44 @@ from lowprec_check.catalog.versions import release_of
 from lowprec_check.schema.findings import RESCUES
 from lowprec_check.schema.measures import MATTERS, ErrorBudget
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.statements import Sentence, chained, plain, say
+from lowprec_check.schema.statements import Sentence, chained, plain, say, say_if
 
+# Modules that a sentence names.
 NAMED = 3
-"""Modules that a sentence names."""
 
-# -- where the error of a run comes from: shares, which are derived to first order, and what was tried, which proves or disproves them
+# -- where the error of a run comes from: shares, which are derived to first order, and what was
+# tried, which proves or disproves them
 
 
 def is_told(run: Run, result: ScanResult) -> bool:
-    """Whether readers need to know where the error of ``run`` comes from: it fails by its error, or
-    its output is lost.
-    """
+    """Whether readers need to know the cause: ``run`` fails by its error, or its output is lost."""
     is_odd = degenerate_output(run, result.runs) is not None
     return not is_odd and run.budget is not None and fails_by_error(run) and run.status != "timeout"
 
 
 @per_run("shares", "error", evidence="derived")
 def shares(run: Run, result: ScanResult) -> Made:
-    """The modules with the largest shares of the squared error of the output, by following the
-    error of each op to the output.
-    """
+    """The modules with the largest shares of the squared output error, followed from each op."""
     budget = trusted_budget(run)
     if budget is None or not is_told(run, result) or is_disproved(run):
         return None
     causes = main_causes(run, NAMED)
-    about = chained(plain("shares of the error"), how_known(causes, budget), between=", ")
+    about = plain("shares of the error")
     if not is_over_tolerance(run):  # they are not of the error that makes the run fail
+        where = "op by op"
         if not run.is_eager:
             where = "in eager mode"
         elif run.failed_call:
             where = "in the first call"
-        else:
-            where = "op by op"
         only = "shares of the error {where:text}, which is only {error:error}"
         about = say(only, where=where, error=budget.measured or 0.0)
-        about = chained(about, how_known(causes, budget), between=", ")
-    parts = [*_largest(run)]
-    cancels = cancelling(run)
+    about = chained(about, how_known(causes, budget), between=", ")
+    parts, cancels = [*_largest(run)], cancelling(run)
     if cancels is not None:
         parts.append(say("the error of {module:module} cancels part of it", module=cancels))
     if budget.decisions >= MATTERS:
         parts.append(say("{share:share} choices that differ from fp32", share=budget.decisions))
+    # What was measured has no rest: the modules interact.
     rest = 0.0
     if not any(part.is_measured for part in causes):
         rest = (budget.unexplained or 0.0) - budget.decisions
@@ -91,7 +85,7 @@ def shares(run: Run, result: ScanResult) -> Made:
 
 
 def how_known(causes: Sequence[PartShare], budget: ErrorBudget) -> Sentence:
-    """Whether the shares of ``causes`` were measured, and if not, how far chance may change them."""
+    """Whether the shares of ``causes`` were measured, or how far chance may change them."""
     if causes and all(part.is_measured for part in causes):
         return plain("measured")
     chance = CHANCE * budget.spread
@@ -101,35 +95,33 @@ def how_known(causes: Sequence[PartShare], budget: ErrorBudget) -> Sentence:
 
 
 def _largest(run: Run) -> Iterator[Sentence]:
-    """``46 % lm_head (linear, model.py:41)``, with the op if it has most of the share; then others
-    without; if no module has much, the spread.
-    """
+    """``46 % lm_head (linear, model.py:41)``, or how shares are spread if no module has much."""
     causes, modules = main_causes(run, NAMED), module_shares(run)
     mixed = len({part.is_measured for part in causes}) > 1
     for index, part in enumerate(causes):
-        rounding = "rounding of " if part.largest.rounding and part.name != BETWEEN else ""
-        source = ""
-        if part.largest.source:
-            source = f", {part.largest.source}"
-        op = say(" ({rounding:text}{op:op}{source:text})", rounding=rounding, op=part.largest.op, source=source)
-        is_of_op = part.largest.share >= part.share / 2  # else others in the module, or that read its results in fp32
         if part.by_itself is not None:
             yield say("{share:share} {module:module} (in part the same)", share=part.by_itself, module=part.name)
-        else:
-            named = say("{share:share} {module:module}", share=part.share, module=part.name)
-            known = None
-            if mixed and part.is_measured:
-                known = plain(", measured")
-            yield chained(named, op if not index and is_of_op else None, known, between="")
-    parts = [part for part in modules if part.share > 0]
+            continue
+        named, op = say("{share:share} {module:module}", share=part.share, module=part.name), None
+        # The op of the first, unless others in the module, or that read its results, have more.
+        largest = part.largest
+        if not index and largest.share >= part.share / 2:
+            rounding = "rounding of " if largest.rounding and part.name != BETWEEN else ""
+            source = ""
+            if largest.source:
+                source = f", {largest.source}"
+            op = say(" ({rounding:text}{op:op}{source:text})", rounding=rounding, op=largest.op, source=source)
+        measured = say_if(mixed and part.is_measured, "{text:text}", text=", measured")
+        yield chained(named, op, measured, between="")
     if causes:
         return
+    parts = [part for part in modules if part.share > 0]
     if not parts or (len(parts) > 1 and parts[0].share >= MATTERS):  # a share that chance does not explain is a cause
         yield plain("no module stands out")
     else:
-        largest = say("{share:share} {module:module}", share=parts[0].share, module=parts[0].name)
-        spread = say("spread over {modules:count module}, the largest is ", modules=len(parts))
-        yield chained(spread if len(parts) > 1 else None, largest, between="")
+        largest_part = say("{share:share} {module:module}", share=parts[0].share, module=parts[0].name)
+        words = "spread over {modules:count module}, the largest is "
+        yield chained(say_if(len(parts) > 1, words, modules=len(parts)), largest_part, between="")
 
 
 @per_run("unknown-cause", "error", evidence="derived")
@@ -138,86 +130,80 @@ def unknown_cause(run: Run, result: ScanResult) -> Made:
     budget = run.budget
     if budget is None or not is_told(run, result) or trusted_budget(run) is not None or is_confirmed(run):
         return None
-    spoils = any(row.spoils_output for row in run.op_calls.rows())
-    if not budget.known and (spoils or harmful_trials(run) or error_with_same_choices(run) is not None):
-        return None
     if not budget.known:
+        # Another sentence names a cause if a trial or the choices prove one.
+        spoils = any(row.spoils_output for row in run.op_calls.rows())
+        if spoils or harmful_trials(run) or error_with_same_choices(run) is not None:
+            return None
         reason = budget.reason or "it was not computed"
         return say("where the error comes from is not known: {reason:text}", reason=reason)
-    unexplained, decisions, of = budget.unexplained or 0.0, None, "the first call" if run.failed_call else "the run"
-    if budget.decisions >= MATTERS:
-        decisions = say("{share:share} choices that differ from fp32", share=budget.decisions)
+    unexplained, of = budget.unexplained or 0.0, "the first call" if run.failed_call else "the run"
     if unexplained > 0:
-        told = say("first order explains only {share:share} of the error of " + of, share=max(0.0, 1 - unexplained))
+        words = f"first order explains only {{share:share}} of the error of {of}"
+        explains = say(words, share=max(0.0, 1 - unexplained))
     else:
         ratio = (budget.predicted or 0.0) / (budget.measured or 1.0)
-        told = say("first order predicts {ratio:times} the error of " + of, ratio=ratio)
-    return chained(told, decisions, between="; ")
+        explains = say(f"first order predicts {{ratio:times}} the error of {of}", ratio=ratio)
+    share, words = budget.decisions, "{share:share} choices that differ from fp32"
+    return chained(explains, say_if(share >= MATTERS, words, share=share), between="; ")
 
 
 @per_run("ablation", "error")
 def ablation(run: Run, result: ScanResult) -> Made:
     """What keeping the modules with the largest shares in fp32 changed, in a plain run."""
-    found = run.ablation
-    if found is None or degenerate_output(run, result.runs) is not None:
+    tried, before = run.ablation, run.rel_l2
+    if tried is None or degenerate_output(run, result.runs) is not None:
         return None
-    kept, before = found.keep_fp32, run.rel_l2
-    if found.status in ("ok", "inaccurate") and found.rel_l2 is not None:
-        passes = " and it passes" if found.status == "ok" else ""
-        if before is None:
-            finite = f"with {{kept:modules}} in fp32 the output is finite, error {{after:error}}{passes}"
-            return say(finite, kept=kept, after=found.rel_l2)
-        if found.status != "ok" and error_beside(run) >= found.rel_l2:
+    kept, after, passes = tried.keep_fp32, tried.rel_l2, tried.status == "ok"
+    if (passes or tried.status == "inaccurate") and after is not None:
+        and_passes = " and it passes" if passes else ""
+        if before is None:  # the output was not finite
+            finite = f"with {{kept:modules}} in fp32 the output is finite, error {{after:error}}{and_passes}"
+            return say(finite, kept=kept, after=after)
+        if not passes and error_beside(run) >= after:
             return None  # it may be that of another tensor of the output
-        words = f"with {{kept:modules}} in fp32 the error is {{after:error}} instead of {{before:error}}{passes}"
+        words = f"with {{kept:modules}} in fp32 the error is {{after:error}} instead of {{before:error}}{and_passes}"
         if is_disproved(run):
             words = "keeping {kept:modules} in fp32 does not help: the error is {after:error} instead of {before:error}"
-        return say(words, kept=kept, after=found.rel_l2, before=before)
-    if found.status == "nonfinite":
+        return say(words, kept=kept, after=after, before=before)
+    if tried.status == "nonfinite":
         return say("with {kept:modules} in fp32 the output has NaN or Inf", kept=kept)
-    return say("with {kept:modules} in fp32 the run ends as {status:text}", kept=kept, status=found.status)
+    return say("with {kept:modules} in fp32 the run ends as {status:text}", kept=kept, status=tried.status)
 
 
 @per_run("plan-passes", "error")
 def plan_passes(run: Run, result: ScanResult) -> Made:
     """The modules that a plan keeps in fp32, with which this run passes."""
-    plans = (plan for plan in result.runs if is_plan_of(plan, run) and passes_all(plan, result.runs) and plan.keep_fp32)
-    plan = next(plans, None)
-    if plan is None:
-        return None
-    words = "with {kept:modules} in fp32 (the plan) it passes"
-    error = None
-    if plan.rel_l2 is not None:
-        error = say(", error {error:error}", error=plan.rel_l2)
-    return chained(say(words, kept=plan.keep_fp32), error, between="")
+    for plan in result.runs:
+        if is_plan_of(plan, run) and passes_all(plan, result.runs) and plan.keep_fp32:
+            passes = say("with {kept:modules} in fp32 (the plan) it passes", kept=plan.keep_fp32)
+            error = say_if(plan.rel_l2 is not None, ", error {error:error}", error=plan.rel_l2)
+            return chained(passes, error, between="")
+    return None
 
 
 @per_run("rescued", "error")
 def rescued(run: Run, result: ScanResult) -> Made:
-    """How many calls fail in this precision, how they succeed, and how far the model went on with
-    their results.
-    """
+    """How many calls fail, how they succeed, and how far the model continued with their results."""
     calls = Counter[str]()
     for gap in run.gaps:
         if gap.rescued:
             calls[RESCUES.get(gap.kind, "with inputs in fp32")] += gap.calls
     if not calls or run.status not in ("error", "crashed"):
         return None
-    found = [say(f"{{calls:count call}} failed and succeeded {how}", calls=number) for how, number in calls.items()]
-    end = say(f"the model then ran {'to its end' if run.complete else 'on, but not to its end'}")
-    return chained(*found, end, between="; ")
+    parts = [say(f"{{calls:count call}} failed and succeeded {how}", calls=number) for how, number in calls.items()]
+    end = "to its end" if run.complete else "on, but not to its end"
+    return chained(*parts, say(f"the model then ran {end}"), between="; ")
 
 
 @per_run("tiny-output", "error")
 def tiny(run: Run, result: ScanResult) -> Made:
     """What the format makes of an output that is too small for it."""
     is_lost = run.status == "inaccurate" and fails_by_error(run) and degenerate_output(run, result.runs) is None
-    found = None
+    lost = ""
     if is_lost:
-        found = tiny_output(run)
-    if found:
-        return plain(found)
-    return None
+        lost = tiny_output(run) or ""
+    return say_if(lost, "{text:text}", text=lost)
 
 
 # -- inputs and weights
@@ -230,19 +216,17 @@ def scope(result: ScanResult) -> Iterator[Made]:
     if setup is None:
         yield plain("only the forward pass was run")
         return
-    default = {True: " (default)", False: ""}
-    batches = ""
-    if setup.steps != 1:
-        batches = f", {'a new' if setup.new_batches else 'the same'} batch each step"
+    batches, optimizer, loss = "", setup.optimizer, setup.loss
     if setup.batches:
         batches = f", {setup.batches} batches in turn"
-    yield say(
-        "{steps:count step} of {optimizer:text}, loss: {loss:text}{batches:text}",
-        steps=setup.steps,
-        optimizer=setup.optimizer + default[setup.default_optimizer],
-        loss=setup.loss + default[setup.default_loss],
-        batches=batches,
-    )
+    elif setup.steps != 1:
+        batches = ", a new batch each step" if setup.new_batches else ", the same batch each step"
+    if setup.default_optimizer:
+        optimizer += " (default)"
+    if setup.default_loss:
+        loss += " (default)"
+    words = "{steps:count step} of {optimizer:text}, loss: {loss:text}{batches:text}"
+    yield say(words, steps=setup.steps, optimizer=optimizer, loss=loss, batches=batches)
 
 
 @per_scan("seeds", "inputs")
@@ -251,24 +235,25 @@ def seeds(result: ScanResult) -> Iterator[Made]:
     setup = result.training
     if setup is None:
         return
-    if setup.seeds:
-        varied = None
-        if setup.is_varied:
-            varied = say(" (other {varied:names})", varied=setup.varied)
-        if setup.varied and varied is None:
-            varied = say(" ({varied:names} only)", varied=setup.varied)
-        seeds = say("judged by {seeds:count fp32 run} from other seeds", seeds=setup.seeds)
-        yield chained(chained(seeds, varied, between=""), plain("after the last step"), between=", ")
-        if setup.limit_low and not setup.loss_tells:
-            few = "{steps:count step} cannot tell whether the loss falls: one that does not change is within the limits"
-            yield Said(say(few, steps=setup.steps), "warn")
-    else:
+    if not setup.seeds:
         yield Said(plain("no fp32 run from another seed finished, so the loss is not judged"), "warn")
+        return
+    others, varied = say("judged by {seeds:count fp32 run} from other seeds", seeds=setup.seeds), None
+    if setup.is_varied:
+        varied = say(" (other {varied:names})", varied=setup.varied)
+    elif setup.varied:
+        varied = say(" ({varied:names} only)", varied=setup.varied)
+    yield chained(chained(others, varied, between=""), plain("after the last step"), between=", ")
+    # Then a loss that stands still is no sign of a failure.
+    if setup.limit_low and not setup.loss_tells:
+        few = "{steps:count step} cannot tell whether the loss falls: one that does not change is within the limits"
+        yield Said(say(few, steps=setup.steps), "warn")
 
 
 @per_scan("inputs", "inputs")
 def inputs(result: ScanResult) -> Iterator[Made]:
     """On how many inputs the statuses rest."""
+    # Of runs that pass on different numbers of batches, the fewest; if none does, those reached.
     passing = [run for run in candidates(result.runs) if run.status == "ok"]
     reached = max((run.failed_batch or 0 for run in candidates(result.runs)), default=0) + 1
     batches = min((run.batch_count for run in passing), default=reached)
@@ -285,13 +270,14 @@ def inputs(result: ScanResult) -> Iterator[Made]:
 @per_scan("weights", "weights", evidence="declared")
 def weights(result: ScanResult) -> Iterator[Made]:
     """Where the weights come from, if that is known."""
-    words = {
-        "random": "random weights: trained weights can have other errors and overflows",
-        "scaled": "random weights, scaled where the signal vanishes or explodes: trained weights can have other errors and overflows",
-        "loaded": "weights loaded from a file",
-    }.get(result.model.weights)
-    if words is not None:
-        yield Said(plain(words), "none" if result.model.weights == "loaded" else "warn")
+    others = "trained weights can have other errors and overflows"
+    if result.model.weights == "random":
+        yield Said(plain(f"random weights: {others}"), "warn")
+    elif result.model.weights == "scaled":
+        where = "where the signal vanishes or explodes"
+        yield Said(plain(f"random weights, scaled {where}: {others}"), "warn")
+    elif result.model.weights == "loaded":
+        yield plain("weights loaded from a file")
 
 
 @per_scan("note", "inputs", evidence="declared")
@@ -306,35 +292,33 @@ def notes(result: ScanResult) -> Iterator[Made]:
 
 @per_scan("prediction", "prediction", evidence="predicted")
 def prediction(result: ScanResult) -> Iterator[Made]:
-    """That nothing ran on the device, what is known of its kernels, and how much of the model that
-    covers.
-    """
+    """That nothing ran on the device, and how many ops the catalog knows for it."""
     device = result.prediction
     if device is None:
         return
+    missing, policy = "the 16-bit kernels of the CPU were emulated", ""
     if device.name != "cpu":
         missing = f"nothing ran on {device.name}"
     elif device.torch != release_of(str(result.environment["torch"])):
         missing = f"nothing ran with torch {device.torch}"
-    else:
-        missing = "the 16-bit kernels of the CPU were emulated"
-    policy = ""
     if device.autocast != device.torch:
         policy = f"; its autocast policy: torch {device.autocast}"
+    words = "Predicted: {missing:text}. Its kernels: {kernels:text}{policy:text}"
+    head = say(words, missing=missing, kernels=device.kernels, policy=policy)
+    # How many of the ops in 16 bits the catalog knows, if any ran to their end.
     assumed = sorted({op for run in result.runs for op in run.assumed_ops})
     known = {op for run in result.runs for op in run.known_ops} - {*assumed}
     statuses = {run.status for run in result.runs if run.is_low}
-    reasons = {"timeout": "did not end", "crashed": "did not end", "skipped": "was skipped"}
-    why = next((reason for status, reason in reasons.items() if status in statuses), None)
-    covered = plain(f"which ops run in 16 bits is not known, since a run {why}" if why else "no op ran in 16 bits")
     if known or assumed:
         knows = "the catalog knows {known:number} of {total:count op} in 16 bits"
         covered = say(knows, known=len(known), total=len(known) + len(assumed))
-    others = None
-    if assumed:
-        others = say(", the others are assumed to run: {ops:ops}", ops=assumed)
-    words = "Predicted: {missing:text}. Its kernels: {kernels:text}{policy:text}"
-    head = say(words, missing=missing, kernels=device.kernels, policy=policy)
+    elif not statuses.isdisjoint(("timeout", "crashed")):
+        covered = plain("which ops run in 16 bits is not known, since a run did not end")
+    elif "skipped" in statuses:
+        covered = plain("which ops run in 16 bits is not known, since a run was skipped")
+    else:
+        covered = plain("no op ran in 16 bits")
+    others = say_if(assumed, ", the others are assumed to run: {ops:ops}", ops=assumed)
     yield Said(chained(head, chained(covered, others, between=""), between="; "), "warn")
 
 
@@ -359,31 +343,30 @@ def partly_analyzed(run: Run, result: ScanResult) -> Made:
 
 @per_run("emulated", "analysis")
 def emulated(run: Run, result: ScanResult) -> Made:
-    """Ops that the analysis computed in fp32 and rounded, as their kernels are too slow or crash."""
+    """Ops that the analysis computed in fp32 and rounded: their kernels are slow or crash."""
     words = "computed in fp32 and rounded in the analysis, as the kernels are too slow or crash: {ops:ops}"
     ops = {row.op for row in run.op_calls.rows() if row.outcome == "emulated"} & run.emulated.keys()
-    if ops:
-        return say(words, ops=sorted(ops))
-    return None
+    return say_if(ops, words, ops=sorted(ops))
 
 
 @per_scan("not-withheld", "inputs")
 def not_withheld(result: ScanResult) -> Iterator[Made]:
-    """Kernels to run without that no call needed: a function such as aten.linear runs as the ops
-    that it consists of.
-    """
+    """Kernels to run without that no call needed: aten.linear, say, runs as other ops."""
     gaps = {gap.op for run in result.runs for gap in run.gaps}
-    low = [run for run in candidates(result.runs) if run.complete and len(run.op_calls)]
-    for spec in result.options.get("without_kernel") or () if low else ():
+    if not any(run.complete and len(run.op_calls) for run in candidates(result.runs)):
+        return
+    for spec in result.options.get("without_kernel") or ():
         op = str(spec).partition(":")[0]
-        if not any(f"{met}.".startswith(f"{op}.") for met in gaps):
+        if not any(f"{failed}.".startswith(f"{op}.") for failed in gaps):
             yield Said(say("no call needed {spec:text}, which --without-kernel names", spec=spec), "warn")
 
 
 @per_scan("not-called", "not run")
 def not_called(result: ScanResult) -> Iterator[Made]:
     """Modules whose parameters no op read."""
-    if never := never_called(result.runs):
-        when = "" if result.training is None else " in the first step"
+    never, when = never_called(result.runs), ""
+    if result.training is not None:
+        when = " in the first step"
+    if never:
         words = f"{{count:count module}} whose parameters no op read{when}: {{names:modules}}"
         yield say(words, count=len(never), names=never)

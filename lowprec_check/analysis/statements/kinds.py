@@ -1,7 +1,8 @@
 """The kinds of statements, and the statements of a result.
 
-A kind is a function with a decorator: ``@per_run("ablation", "error", …)`` for what is said of one run, which is joined over the runs of
-which the same words are true, or ``@per_scan("inputs", "inputs", …)`` for what is said once. It returns a
+A kind is a function with a decorator: ``@per_run("ablation", "error", …)`` for what is said of one
+run, which is joined over the runs of which the same words are true, or
+``@per_scan("inputs", "inputs", …)`` for what is said once. It returns a
 :class:`~lowprec_check.schema.statements.Sentence`, alone or with its tone, or ``None``.
 """
 
@@ -25,6 +26,13 @@ class Said(NamedTuple):
 
 
 Made = Sentence | Said | None
+
+
+def warn_if(condition: object, sentence: Sentence) -> Said:
+    """The sentence, with the tone of a warning if ``condition`` holds."""
+    if condition:
+        return Said(sentence, "warn")
+    return Said(sentence)
 
 
 class Kind(NamedTuple):
@@ -70,23 +78,22 @@ def _registered(name: str, about: About, evidence: Evidence, *, is_per_run: bool
 
 @functools.cache
 def kinds() -> Mapping[str, Kind]:
-    """Every kind by its name, in the order in which they are said; each module of this package that
-    registers some is loaded first.
-    """
+    """Every kind by its name, in order; modules of this package are loaded first."""
     modules_in(__name__.rpartition(".")[0])
     return dict(_KINDS)
 
 
 def statements(result: ScanResult) -> list[Statement]:
-    """Everything that is said of ``result``, computed from its runs, diagnostics and
-    recommendation.
-    """
+    """All statements of ``result``, from its runs, diagnostics and recommendation."""
     return [statement for kind in kinds().values() for statement in _made(kind, result)]
 
 
 def _made(kind: Kind, result: ScanResult) -> Iterator[Statement]:
+    evidence = kind.evidence
+    if evidence == "measured" and result.prediction is not None:
+        evidence = "predicted"
+
     def statement(runs: list[str], sentences: Sequence[Sentence], tone: Tone) -> Statement:
-        evidence = "predicted" if kind.evidence == "measured" and result.prediction is not None else kind.evidence
         return Statement(
             kind=kind.name,
             about=kind.about,
@@ -99,18 +106,25 @@ def _made(kind: Kind, result: ScanResult) -> Iterator[Statement]:
         )
 
     if kind.is_per_run:
-        found = [(label(run), kind.make(run, result)) for run in result.runs]
+        made = [(label(run), kind.make(run, result)) for run in result.runs]
     else:
-        found = [("", one) for one in kind.make(result)]
-    said = [(name, one if isinstance(one, Said) else Said(one)) for name, one in found if one is not None]
+        made = [("", sentence) for sentence in kind.make(result)]
+    said_of = []
+    for name, sentence in made:
+        if isinstance(sentence, Sentence):
+            said_of.append((name, Said(sentence)))
+        elif sentence is not None:
+            said_of.append((name, sentence))
     if not kind.is_per_run:
-        yield from (statement([], [one.sentence], one.tone) for _, one in said)
+        for _, (sentence, tone) in said_of:
+            yield statement([], [sentence], tone)
         return
-    tones = {name: one.tone for name, one in said}
-    for its in join([(name, one.sentence) for name, one in said], same=tones):
-        yield statement(its.runs, its.sentences, tones[its.runs[0]])
+    # What is true of several runs is said once; what a report shows in another colour stays apart.
+    tones = {name: tone for name, (_, tone) in said_of}
+    for shared in join([(name, sentence) for name, (sentence, _) in said_of], same=tones):
+        yield statement(shared.runs, shared.sentences, tones[shared.runs[0]])
 
 
 def said(result: ScanResult, kind: str) -> str:
     """The first statement of one kind as text; empty if there is none."""
-    return next((found.text for found in statements(result) if found.kind == kind), "")
+    return next((statement.text for statement in statements(result) if statement.kind == kind), "")

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lowprec_check.analysis.error_shares import (
-    is_disproved,
-    is_over_tolerance,
-    main_causes,
-    trusted_budget,
-)
+from lowprec_check.analysis.error_shares import is_disproved, is_over_tolerance, main_causes, trusted_budget
 from lowprec_check.analysis.run_summary import (
     changed_by_backend,
     degenerate_output,
@@ -25,45 +20,55 @@ from lowprec_check.analysis.run_summary import (
 from lowprec_check.analysis.speed import failure_while_timed, is_faster, launch_bound, speed
 from lowprec_check.analysis.statements.kinds import Made, Said, per_run
 from lowprec_check.analysis.training_status import diverges, first_way, in_phase, nonfinite, when_raised
+from lowprec_check.schema.backend_checks import CompilerRemark
 from lowprec_check.schema.measures import MATTERS, InputsTried
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.statements import Sentence, chained, error_figure, percent, plain, say, short_op, some
+from lowprec_check.schema.statements import (
+    Sentence,
+    Tone,
+    chained,
+    error_figure,
+    percent,
+    plain,
+    say,
+    say_if,
+    short_op,
+    some,
+)
 
+# The part of its tolerance from which on the error of a run that passes is said to be near it.
 NEAR = 0.5
-"""The part of its tolerance from which on the error of a run that passes is said to be near it."""
 
-_LONGEST = 160
-"""Characters of an exception that a table shows."""
+_LONGEST = 160  # characters of an exception that a table shows
 
 
 def why(run: Run) -> Sentence:
     """Why a run failed, in a few words; of one that did not, its status."""
     if run.status == "unjudged":
-        reason = "; ".join(run.notes) or "its output holds nothing to compare with that of fp32"
-        return say("runs, but {reason:text}", reason=reason)
+        notes = "; ".join(run.notes) or "its output holds nothing to compare with that of fp32"
+        return say("runs, but {reason:text}", reason=notes)
     ops, where = missing_kernels(run), on_which_call(run)
     if ops and not run.failed_call and _fails_by(ops, run):
-        found = _no_kernel(run, ops)
+        reason = _no_kernel(run, ops)
     elif run.status == "error":
-        found = _raised(run)
+        reason = _raised(run)
     elif run.status == "inaccurate":
-        found = _inaccurate(run)
+        reason = _inaccurate(run)
     elif run.status == "nonfinite":
-        found = _nonfinite(run)
+        reason = _nonfinite(run)
     else:
-        found = plain(run.reason or run.status)
+        reason = plain(run.reason or run.status)
     if where:
-        return chained(plain(where), found, between="")
-    return found
+        return chained(plain(where), reason, between="")
+    return reason
 
 
 def _fails_by(ops: list[str], run: Run) -> bool:
-    """Whether a run fails by one of the ``ops`` without a kernel: it died in one, or its exception
-    is not that of another gap.
-    """
+    """Whether a run died in an op without a kernel, or raised what no gap but theirs explains."""
     if run.status == "crashed":
         return any(gap.kind == "crash" for gap in run.gaps)
+    # An exception that no gap explains may be caused by an op that was computed in fp32.
     message = run.exception.message if run.exception is not None else ""
     raised = [gap.op for gap in failing_gaps(run) if gap.message in message]
     return run.status == "error" and (not raised or not set(ops).isdisjoint(raised))
@@ -81,21 +86,25 @@ def _no_kernel(run: Run, ops: list[str]) -> Sentence:
 
 
 def _raised(run: Run) -> Sentence:
-    way, constants = first_way(run), out_of_range(run)
+    constants, way, exception = out_of_range(run), first_way(run), run.exception
     if constants is not None:
         return constants
-    when = when_raised(way.failed_step if way else None, run.exception)
-    message = shorten(run.exception.text if run.exception else "it raised an exception", _LONGEST)
-    kinds = ""
+    failed_step, message, kinds = None, "it raised an exception", ""
+    if way is not None:
+        failed_step = way.failed_step
+    if exception is not None:
+        message = exception.text
+    # In a later call, what fails is what the model kept, and not these gaps.
     if not run.failed_call:
         kinds = ", ".join(dict.fromkeys(gap.kind for gap in failing_gaps(run)))
-    return plain(f"{kinds}: {when}{message}" if kinds else f"{when}{message}")
+    if kinds:
+        kinds += ": "
+    return plain(f"{kinds}{when_raised(failed_step, exception)}{shorten(message, _LONGEST)}")
 
 
 def out_of_range(run: Run) -> Sentence | None:
-    """The constants that do not fit the format of ``run``, if nothing else fails; the exception
-    does not name them.
-    """
+    """The constants that do not fit the format of ``run``, if nothing else fails."""
+    # The exception does not name them: the arguments of the ops do.
     gaps = failing_gaps(run)
     written = (f"{gap.constant:g} in {short_op(gap.op)}" for gap in gaps if gap.constant is not None)
     constants = list(dict.fromkeys(written))
@@ -118,59 +127,55 @@ def _inaccurate(run: Run) -> Sentence:
     what = ""
     if run.compared_module:
         what = f" of the output of {run.compared_module}"
-    what = what or (f" of {judged_output(run)}" if run.compared_output is not None else "")
+    elif run.compared_output is not None:
+        what = f" of {judged_output(run)}"
     over = "error {error:error}{what:text} over the tolerance {limit:limit}"
     return chained(say(over, error=run.rel_l2, what=what, limit=limit), shares(run), between="; ")
 
 
 def shares(run: Run) -> Sentence | None:
-    """``46 % from lm_head, about 12 % from ln_f``: the largest shares of an error over the
-    tolerance; ``about``: estimated.
-    """
-    budget = run.budget
+    """``46 % from lm_head, about 12 % from ln_f``: shares of an error over the tolerance."""
+    budget, parts = run.budget, []
     if budget is None or not is_over_tolerance(run) or is_disproved(run):
         return None
-    parts = []
-    if trusted_budget(run):
-        parts = main_causes(run, 2)
-    words = {True: "{share:share} from {module:module}", False: "about {share:share} from {module:module}"}
-    apart = (part for part in parts if part.by_itself is None)
-    found = [say(words[part.is_measured], share=part.share, module=part.name) for part in apart]
+    for part in main_causes(run, 2) if trusted_budget(run) else []:
+        about = "" if part.is_measured else "about "  # estimated
+        if part.by_itself is None:
+            parts.append(say(f"{about}{{share:share}} from {{module:module}}", share=part.share, module=part.name))
     if budget.decisions >= MATTERS:
-        found.append(say("{decisions:share} from choices that differ from fp32", decisions=budget.decisions))
-    if found:
-        return chained(*found, between=", ")
-    return None
+        parts.append(say("{decisions:share} from choices that differ from fp32", decisions=budget.decisions))
+    if not parts:
+        return None
+    return chained(*parts, between=", ")
 
 
 def _nonfinite(run: Run) -> Sentence:
     way = first_way(run)
+    what = plain(f"NaN or Inf in {judged_output(run)}")
     if way is not None:
         what = nonfinite(way)
-    else:
-        what = plain(f"NaN or Inf in {judged_output(run)}")
+    # Where it came from: the first op whose NaN or Inf reaches the output.
     first = next((row for row in run.op_calls.rows() if row.spoils_output), None)
     if first is None:
         return what
+    first_in = "first in"
+    if run.compared_output is not None:  # it may be another one that this spoils
+        first_in = "the first that reaches an output is from"
     place = {"op": first.op, "phase": in_phase(first.phase), "module": first.module}
-    several = run.compared_output is not None  # it may be another one that this spoils
-    first_in = "the first that reaches an output is from" if several else "first in"
     return chained(what, say(f"{first_in} {{op:op}}{{phase:text}} of {{module:module}}", **place), between=", ")
 
 
 def error_text(run: Run) -> str | None:
-    """``1.3e-03``; ``2.3 % differ`` of integers; of a training, how far the weights end from those
-    of fp32. ``None`` if it is not known.
-    """
+    """``1.3e-03``, ``2.3 % differ`` of integers, ``weights 1.3e-03 off`` of a training."""
     if run.training is not None:
         way = first_way(run)
-        if way is not None and way.distances:
-            return f"weights {error_figure(way.distances[-1])} off"
-        return None
+        if way is None or not way.distances:
+            return None
+        return f"weights {error_figure(way.distances[-1])} off"
     if run.rel_l2 is None and run.distance is not None:
-        if run.distance:
-            return f"{percent(run.distance)} differ"
-        return "equal"
+        if not run.distance:
+            return "equal"
+        return f"{percent(run.distance)} differ"
     if run.output_error is None:
         return None
     return error_figure(run.distance)
@@ -181,12 +186,8 @@ def passes_but(run: Run) -> Sentence | None:
     further = fails_elsewhere(run)
     if further is not None:
         return fails_on_further(further)
-    changed = []
-    if run.status == "ok":
-        changed = changed_by_backend(run)
-    if changed:
-        return say("changes values that eager mode does not: {names:names}", names=changed)
-    return None
+    changed = changed_by_backend(run) if run.status == "ok" else []
+    return say_if(changed, "changes values that eager mode does not: {names:names}", names=changed)
 
 
 @per_run("failure", "runs")
@@ -212,80 +213,89 @@ def why_not(run: Run, runs: Sequence[Run]) -> Said | None:
 
 @per_run("margin", "margin")
 def margin(run: Run, result: ScanResult) -> Made:
-    """How near a run that passes is to its tolerance, if it is near, or was tried on further
-    inputs.
-    """
-    part, found = part_of_tolerance(run), run.further_inputs
-    tried = found.tried if found is not None and run.distance is not None else 0
+    """How near a run that passes is to its tolerance, if near or tried on further inputs."""
     if run.status != "ok" or run.training or passes_but(run) or degenerate_output(run, result.runs):
         return None
-    if not tried:
-        if part >= NEAR:
-            return Said(say("near its limit: {part:percent} of the tolerance", part=part), "warn")
-        return None
-    words = "worst {part:percent} of tolerance, {inputs:count input}"
-    worst = say(f"near its limit: {words}" if part >= NEAR else words, part=part, inputs=run.batch_count + tried)
-    return Said(worst, "warn" if part >= NEAR else "none")
+    part, tried = part_of_tolerance(run), 0
+    if run.further_inputs is not None and run.distance is not None:
+        tried = run.further_inputs.tried
+    near = ""
+    tone: Tone = "none"
+    if part >= NEAR:
+        near, tone = "near its limit: ", "warn"
+    if tried:
+        words = f"{near}worst {{part:percent}} of tolerance, {{inputs:count input}}"
+        return Said(say(words, part=part, inputs=run.batch_count + tried), tone)
+    if near:
+        return Said(say(f"{near}{{part:percent}} of the tolerance", part=part), tone)
+    return None
 
 
 # -- further inputs that a run was tried on
 
+# Which further inputs, by their kind.
 WHERE_FROM = {"drawn": "drawn anew", "batches": "the next batches", "resampled": "with resampled values"}
-"""Which further inputs, by their kind."""
 
 
 def on_further(run: Run) -> Sentence | None:
     """On how many further inputs a run passes that passes on all, or why it was tried on none."""
-    found = run.further_inputs
-    if found is None or found.failed:
+    inputs = run.further_inputs
+    if inputs is None or inputs.failed:
         return None
-    if not found.tried:
-        return say("no further ones were tried: {reason:text}", reason=found.reason or "none are known")
-    part, of = part_of_tolerance(run), "worst {part:percent} of the tolerance"
-    words = f"also on {{tried:number}} of {{tried:count further input}} ({{kind:text}}), {of}: at most {{high:share}} of such inputs fail (95 % confidence)"
-    return say(words, tried=found.tried, kind=WHERE_FROM[found.kind], part=part, high=found.high)
+    if not inputs.tried:
+        return say("no further ones were tried: {reason:text}", reason=inputs.reason or "none are known")
+    words = (
+        "also on {tried:number} of {tried:count further input} ({kind:text}), worst {part:percent} of the tolerance: "
+        "at most {high:share} of such inputs fail (95 % confidence)"
+    )
+    part = part_of_tolerance(run)
+    return say(words, tried=inputs.tried, kind=WHERE_FROM[inputs.kind], part=part, high=inputs.high)
 
 
-def fails_on_further(found: InputsTried) -> Sentence:
+def fails_on_further(inputs: InputsTried) -> Sentence:
     """On how many further inputs a run fails that passes on those of the scan."""
     words = "passes here, fails on {failed:number} of {tried:count further input} ({kind:text})"
-    return say(words, failed=found.failed, tried=found.tried, kind=WHERE_FROM[found.kind])
+    return say(words, failed=inputs.failed, tried=inputs.tried, kind=WHERE_FROM[inputs.kind])
 
 
 def further_in(runs: Sequence[Run]) -> Sentence | None:
     """How many further inputs the ``runs``, which pass, were tried on."""
-    found = [run.further_inputs for run in runs if run.further_inputs is not None]
-    least, most = min((its.tried for its in found), default=0), max((its.tried for its in found), default=0)
-    if not most:
+    further = [run.further_inputs for run in runs if run.further_inputs is not None]
+    counts = [inputs.tried for inputs in further]
+    if not any(counts):
         return None
-    counted, kind = "{most:count further input} ({kind:text})", WHERE_FROM[found[0].kind]
+    least, most = min(counts), max(counts)
+    number, kind = "{most:count further input} ({kind:text})", WHERE_FROM[further[0].kind]
     if least == most:
-        return say(counted, most=most, kind=kind)
-    return say(f"{{least:number}} – {counted}", least=least, most=most, kind=kind)
+        return say(number, most=most, kind=kind)
+    return say(f"{{least:number}} – {number}", least=least, most=most, kind=kind)
+
+
+def remarks_of(run: Run) -> list[CompilerRemark]:
+    """What its backend said while it compiled the model; empty in eager mode."""
+    if run.backend_check is None:
+        return []
+    return run.backend_check.remarks
 
 
 @per_run("compiler-remarks", "runs")
 def compiler_remarks(run: Run, result: ScanResult) -> Made:
-    """How often a compiler warned, and how many graph breaks it made: with the speed that the run
-    has nevertheless.
-    """
-    found = run.backend_check.remarks if run.backend_check is not None else []
-    warned = sum(its.count for its in found if its.kind == "warning")
-    breaks = sum(its.count for its in found if its.kind == "graph-break")
+    """How often a compiler warned, how many graph breaks it made, and the speed with them."""
+    remarks = remarks_of(run)
+    warned = sum(remark.count for remark in remarks if remark.kind == "warning")
+    breaks = sum(remark.count for remark in remarks if remark.kind == "graph-break")
     if not warned and not breaks:
         return None
-    eager = next((its for its in result.runs if its.key == run.key._replace(backend=EAGER)), None)
-    than = None
+    parts = [
+        say_if(warned, "{count:count warning} of the compiler (LP309)", count=warned),
+        say_if(breaks, "{count:count graph break} (LP310)", count=breaks),
+    ]
+    eager = next((other for other in result.runs if other.key == run.key._replace(backend=EAGER)), None)
     if breaks and eager is not None:
-        mine, other = speed(run, result.runs), speed(eager, result.runs)
-        if mine.ratio and other.ratio and (is_faster(mine, other) or is_faster(other, mine)):
-            than = say("with them {ratio:times} as fast as in eager mode", ratio=mine.ratio / other.ratio)
-    return chained(
-        say("{count:count warning} of the compiler (LP309)", count=warned) if warned else None,
-        say("{count:count graph break} (LP310)", count=breaks) if breaks else None,
-        than,
-        between=", ",
-    )
+        here, in_eager = speed(run, result.runs), speed(eager, result.runs)
+        if here.ratio and in_eager.ratio and (is_faster(here, in_eager) or is_faster(in_eager, here)):
+            parts.append(say("with them {ratio:times} as fast as in eager mode", ratio=here.ratio / in_eager.ratio))
+    return chained(*parts, between=", ")
 
 
 @per_run("compared-module", "runs")
@@ -299,12 +309,12 @@ def compared_module(run: Run, result: ScanResult) -> Made:
 @per_run("failed-while-timed", "times")
 def while_timed(run: Run, result: ScanResult) -> Made:
     """A run that passed, and failed when its times were taken."""
-    note = None
-    if run.status == "ok" or run.is_reference:
-        note = failure_while_timed(run)
-    if note and reference_of(result.runs) is not None:
-        return plain(note)
-    return None
+    if run.status != "ok" and not run.is_reference:
+        return None
+    note = failure_while_timed(run)
+    if not note or reference_of(result.runs) is None:
+        return None
+    return plain(note)
 
 
 @per_run("launch-bound", "times")
@@ -312,6 +322,9 @@ def launched_too_slowly(run: Run, result: ScanResult) -> Made:
     """A run whose accelerator waits for the host, so that 16 bits cannot make it faster."""
     if run.latency is None or not launch_bound(run):
         return None
-    words = "launch-bound: {host:ms} of {call:ms} on the host, {device:ms} on the device: faster kernels hardly help; CUDA graphs, torch.compile or a larger batch do"
+    words = (
+        "launch-bound: {host:ms} of {call:ms} on the host, {device:ms} on the device: "
+        "faster kernels hardly help; CUDA graphs, torch.compile or a larger batch do"
+    )
     call, host, device = run.latency.median_ms, run.latency.host_ms or 0.0, run.latency.device_ms or 0.0
     return Said(say(words, host=min(host, call), call=call, device=device), "warn")
