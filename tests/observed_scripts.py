@@ -300,8 +300,8 @@ REFUSED = {
         "makes no step of a torch.optim.Optimizer",
     ),
     "gradients that the script changes": (
-        "for x, y in batches():\n    F.cross_entropy(model(x), y).backward()\n    for p in model.parameters():\n        p.grad *= 0.5\n"
-        "    optimizer.step()\n",
+        "for x, y in batches():\n    F.cross_entropy(model(x), y).backward()\n    for p in model.parameters():\n"
+        "        p.grad *= 0.5\n    optimizer.step()\n",
         "the gradients that the optimizer gets differ from those of the loss at train.py:14 by 100.0%",
     ),
     "a gradient of its own": (
@@ -309,14 +309,15 @@ REFUSED = {
         "train.py:15 calls backward() of more than one number",
     ),
     "a random number from elsewhere": (
-        "count = iter(range(9))\nclass Odd(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.body = model\n"
-        "    def forward(self, x):\n        return self.body(x) * (1 + next(count))\nodd = Odd()\nfor x, y in batches():\n"
-        "    optimizer.zero_grad()\n    F.cross_entropy(odd(x), y).backward()\n    optimizer.step()\n",
+        "count = iter(range(9))\nclass Odd(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.body = model\n    def forward(self, x):\n        return self.body(x) * (1 + next(count))\n"
+        "odd = Odd()\nfor x, y in batches():\n    optimizer.zero_grad()\n    F.cross_entropy(odd(x), y).backward()\n"
+        "    optimizer.step()\n",
         "computed again from the same batch, the loss at train.py:23 is",
     ),
     "a thread": (
-        "import threading\ndef work():\n    for x, y in batches():\n        F.cross_entropy(model(x), y).backward()\n        optimizer.step()\n"
-        "t = threading.Thread(target=work)\nt.start()\nt.join()\n",
+        "import threading\ndef work():\n    for x, y in batches():\n        F.cross_entropy(model(x), y).backward()\n"
+        "        optimizer.step()\nt = threading.Thread(target=work)\nt.start()\nt.join()\n",
         "it calls its model in another thread",
     ),
 }
@@ -473,8 +474,9 @@ for x, y in batches():
     optimizer.step()
 """
 REFUSED["an optimizer that needs a closure"] = (
-    "optimizer = torch.optim.LBFGS(model.parameters())\nfor x, y in batches():\n    def closure():\n        optimizer.zero_grad()\n"
-    "        loss = F.cross_entropy(model(x), y)\n        loss.backward()\n        return loss\n    optimizer.step(closure)\n",
+    "optimizer = torch.optim.LBFGS(model.parameters())\nfor x, y in batches():\n    def closure():\n"
+    "        optimizer.zero_grad()\n        loss = F.cross_entropy(model(x), y)\n        loss.backward()\n"
+    "        return loss\n    optimizer.step(closure)\n",
     "LBFGS.step() needs a closure",
 )
 REFUSED["gradients that are clipped while they are scaled"] = (
@@ -484,8 +486,8 @@ REFUSED["gradients that are clipped while they are scaled"] = (
     "if they are clipped before scaler.unscale_",
 )
 REFUSED["a loss that torch cannot see"] = (
-    "@torch.jit.script\ndef f(a):\n    return (a.logsumexp(1) - a[:, 0]).mean()\nfor x, y in batches():\n    loss = f(model(x))\n"
-    "    optimizer.zero_grad()\n    loss.backward()\n    optimizer.step()\n",
+    "@torch.jit.script\ndef f(a):\n    return (a.logsumexp(1) - a[:, 0]).mean()\nfor x, y in batches():\n"
+    "    loss = f(model(x))\n    optimizer.zero_grad()\n    loss.backward()\n    optimizer.step()\n",
     "the loss was computed in a way that no function of torch shows",
 )
 GAN_HEAD = """
@@ -493,8 +495,9 @@ generator, critic = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 8)), 
 of_critic, of_generator = torch.optim.RMSprop(critic.parameters(), lr=1e-2), torch.optim.Adam(generator.parameters(), lr=1e-2)
 """
 REFUSED["one clip for two optimizers"] = (
-    "first, second = (torch.optim.Adam([one]) for one in model.parameters())\nfor x, y in batches():\n    model.zero_grad()\n"
-    "    F.cross_entropy(model(x), y).backward()\n    nn.utils.clip_grad_norm_(model.parameters(), 1e-2)\n    first.step()\n    second.step()\n",
+    "first, second = (torch.optim.Adam([one]) for one in model.parameters())\nfor x, y in batches():\n"
+    "    model.zero_grad()\n    F.cross_entropy(model(x), y).backward()\n"
+    "    nn.utils.clip_grad_norm_(model.parameters(), 1e-2)\n    first.step()\n    second.step()\n",
     "; the script clips them together with those of other parameters, the scan clips those of each optimizer alone",
 )
 SEVERAL = {
@@ -591,9 +594,9 @@ NOTED = {
     + STEP,
     "train.py:15 makes a number of what the model computes (item)": "for x, y in batches():\n    out = model(x)\n"
     "    loss = F.cross_entropy(out, y) * out.max().item()\n" + STEP,
-    "the script calls backward() 2 times for a step": "for x, y in batches():\n    for half in x.split(16):\n        model(half).mean().backward()\n"
-    "    optimizer.step()\n    optimizer.zero_grad()\n",
-    "the loss follows from 2 calls (Linear)": "for x, y in batches():\n    loss = (model(x) - model(x + 1)).square().mean()\n"
-    + STEP,
+    "the script calls backward() 2 times for a step": "for x, y in batches():\n    for half in x.split(16):\n"
+    "        model(half).mean().backward()\n    optimizer.step()\n    optimizer.zero_grad()\n",
+    "the loss follows from 2 calls (Linear)": "for x, y in batches():\n"
+    "    loss = (model(x) - model(x + 1)).square().mean()\n" + STEP,
 }
 """By what is said of it, scripts that a scan trains otherwise in some way."""

@@ -479,7 +479,10 @@ VALUES = [
     OddCall(f"scan odd.py {HALF}", 2, "RecursionError at odd.py", file(f"{BASE}model.me = model\nmodel.eval()")),
 ]
 
-_WRITES = "import os\n{0}for number in range(3, 200):\n{0}    try: os.write(number, b'garbage' * 9999)\n{0}    except OSError: pass\n"
+_WRITES = (
+    "import os\n{0}for number in range(3, 200):\n{0}    try: os.write(number, b'garbage' * 9999)\n"
+    "{0}    except OSError: pass\n"
+)
 DESCRIPTORS = [
     OddCall(
         "scan odd.py", 2, "writes to file descriptors that it did not open", file(BASE + _WRITES.format("")), "plain"

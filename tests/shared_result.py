@@ -162,7 +162,8 @@ def shared_result(text: str = "") -> ScanResult:
     advice = Recommendation(
         precision="half",
         keep_fp32=runs[-1].keep_fp32,
-        reason="passes (error 8.1e-04, tolerance 1e-02), measured here, 1.5 times as fast as fp32; saves 50 % of the memory.",
+        reason="passes (error 8.1e-04, tolerance 1e-02), measured here, 1.5 times as fast as fp32; "
+        "saves 50 % of the memory.",
         code=f"model = model.half()\n{text or '# the rest'}\nwith torch.no_grad():\n    output = model(*inputs)",
         speedup=10.0 / 6.5,
         rel_l2=8.1e-4,

@@ -70,7 +70,8 @@ class MeasuredSweep(NamedTuple):
         existing = earlier[build].header.ops if build in earlier else 0
         if existing > self.header.ops:
             raise UsageError(
-                f"{path} was not changed: it has {existing} operators of torch {build}, the new sweep only {self.header.ops}.",
+                f"{path} was not changed: it has {existing} operators of torch {build}, the new sweep only "
+                f"{self.header.ops}.",
                 "Choose another folder with --out.",
             )
         others = [sweep for sweep in earlier.values() if sweep.header.build != build]

@@ -33,7 +33,8 @@ ENVIRONMENT = {
     "transformers": "The version of transformers; `null` if it is not installed.",
     "ipex": "The version of Intel's extension; `null` if it is not installed.",
     "ipex_fits": "Whether Intel's extension fits this torch; `null` if it is not installed.",
-    "ipex_limit": "Why Intel's extension cannot prepack bf16 weights on this processor; `null` if it can, or is not installed.",
+    "ipex_limit": "Why Intel's extension cannot prepack bf16 weights on this processor; "
+    "`null` if it can, or is not installed.",
 }
 
 SAVED_OPTIONS = {

@@ -158,12 +158,14 @@ def test_rounding_counts_in_the_module_that_holds_the_op_and_its_readers() -> No
         "aten.addmm.default": 0.75, "aten.add.Tensor": 0.1, "cast input": 0.05,
     }  # fmt: skip
     assert budget_lines(a_result(one)) == [
-        "half: shares of the error, estimated: 70 % enc.0 (rounding of addmm, net.py:1), 15 % rounding between modules, 10 % not explained"
+        "half: shares of the error, estimated: 70 % enc.0 (rounding of addmm, net.py:1), 15 % rounding between "
+        "modules, 10 % not explained"
     ]
     assert explain_status(one).endswith("; about 70 % from enc.0, about 15 % from rounding between modules")
     only = msgspec.structs.replace(one, budget=a_budget(0.2, listed[2], Share(module="a", op="b", share=0.05)))
     assert budget_lines(a_result(only)) == [
-        "half: shares of the error, estimated: 15 % rounding between modules (addmm, net.py:1), 5 % a, 20 % not explained"
+        "half: shares of the error, estimated: 15 % rounding between modules (addmm, net.py:1), 5 % a, "
+        "20 % not explained"
     ]
 
 
@@ -373,7 +375,8 @@ def with_shares(name: str, status: str, **shares: float) -> Run:
 def test_a_line_names_three_modules_and_what_is_not_explained() -> None:
     one = with_shares("half", "inaccurate", lm_head=0.46, ln_f=0.12, attn=0.09, small=0.28)
     assert budget_lines(a_result(one)) == [
-        "half: shares of the error, estimated: 46 % lm_head (addmm, model.py:41), 28 % small, 12 % ln_f, 5 % not explained"
+        "half: shares of the error, estimated: 46 % lm_head (addmm, model.py:41), 28 % small, 12 % ln_f, "
+        "5 % not explained"
     ]
     calm = msgspec.structs.replace(one, budget=msgspec.structs.replace(one.budget, unexplained=-0.1))
     assert budget_lines(a_result(calm))[0].endswith(", first order predicts 10 % too much")

@@ -61,8 +61,9 @@ def test_one_note_names_the_tightest_op_at_the_top_and_at_the_bottom() -> None:
     [note] = found_in(*rows)
     assert note.module == "layer2"
     assert note.message == (
-        "largest value 3.1e+04, room for a factor of 2.1 in fp16 (and 1 more place); 54 % of the non-zeros in fp32 of op1 in layer1 "
-        "are below 6.1e-05, the smallest normal number of fp16, 27 % become zero (and 1 more place)"
+        "largest value 3.1e+04, room for a factor of 2.1 in fp16 (and 1 more place); "
+        "54 % of the non-zeros in fp32 of op1 in layer1 are below 6.1e-05, the smallest normal number of fp16, "
+        "27 % become zero (and 1 more place)"
     )
 
 

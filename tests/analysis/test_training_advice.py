@@ -392,7 +392,8 @@ def test_autocast_is_recommended_before_a_cast() -> None:
     assert "The weights stay in fp32" in best.reason
     assert "No GradScaler" in best.reason
     assert said(conclude(a_result(cast, autocast)), "also-faster") == [
-        "bfloat16: passes too, 5.0 times as fast as fp32, but its weights are in bf16: rounding loses 20 % of their updates"
+        "bfloat16: passes too, 5.0 times as fast as fp32, but its weights are in bf16: rounding loses 20 % of their "
+        "updates"
     ]
 
 
@@ -406,7 +407,8 @@ def test_a_cast_that_saves_memory_is_named_where_autocast_gains_nothing() -> Non
     )
     assert verdict(result).startswith("Stay in fp32: autocast-bf16 is slower")
     assert said(result, "also-smaller") == [
-        "bfloat16: passes too, saves 50 % of the peak memory, but its weights are in bf16: rounding loses 20 % of their updates"
+        "bfloat16: passes too, saves 50 % of the peak memory, but its weights are in bf16: rounding loses 20 % of "
+        "their updates"
     ]
 
 

@@ -112,14 +112,17 @@ def test_lists_in_cpp_code() -> None:
     with pytest.raises(ValueError, match="fallback_list"):
         registrations.fallback_list("nothing here")
     code = (
-        'TORCH_LIBRARY_IMPL(aten, XPU, m) {\n  m.impl(\n      TORCH_SELECTIVE_NAME("aten::x.out"), TORCH_FN(x));\n  m.impl("y", f);\n}\n'
-        'TORCH_LIBRARY_IMPL(quantized, XPU, m) {\n  m.impl("z", f);\n}\n'
+        'TORCH_LIBRARY_IMPL(aten, XPU, m) {\n  m.impl(\n      TORCH_SELECTIVE_NAME("aten::x.out"), TORCH_FN(x));\n'
+        '  m.impl("y", f);\n}\nTORCH_LIBRARY_IMPL(quantized, XPU, m) {\n  m.impl("z", f);\n}\n'
     )
     assert registrations.library_impls(code) == {"x.out", "y"}
 
 
 FLOATING = 'void a() {\n  AT_DISPATCH_FLOATING_TYPES(x.scalar_type(), "cdist_xpu", [&] { f<scalar_t>(); });\n}\n'
-BOTH = 'void b() {\n  AT_DISPATCH_FLOATING_TYPES_AND2(\n      kHalf, at::ScalarType::BFloat16, t, "dot_xpu", [&]() { g((int)1); });\n}\n'
+BOTH = (
+    "void b() {\n  AT_DISPATCH_FLOATING_TYPES_AND2(\n"
+    '      kHalf, at::ScalarType::BFloat16, t, "dot_xpu", [&]() { g((int)1); });\n}\n'
+)
 ONE = 'void c() {\n  AT_DISPATCH_FLOATING_TYPES_AND(at::ScalarType::BFloat16, t, "back_xpu", [&] {});\n}\n'
 V2 = (
     'void d() {\n  AT_DISPATCH_V2(t, "new_xpu", AT_WRAP([&]() { h(); }), AT_EXPAND(AT_FLOATING_TYPES), kHalf);\n'
@@ -127,7 +130,10 @@ V2 = (
 )
 COMPLEX = 'void e() {\n  AT_DISPATCH_COMPLEX_TYPES(t, "conj_xpu", [&] {});\n}\n'
 BRANCH = 'void s() {\n  if (t == kHalf) return half_sum();\n  AT_DISPATCH_FLOATING_TYPES(t, "sum_xpu", [&] {});\n}\n'
-TWICE = 'void w() {\n  AT_DISPATCH_FLOATING_TYPES(t, "two_xpu", [&] {});\n  AT_DISPATCH_FLOATING_TYPES_AND2(kHalf, kBFloat16, t, "two_xpu", [&] {});\n}\n'
+TWICE = (
+    'void w() {\n  AT_DISPATCH_FLOATING_TYPES(t, "two_xpu", [&] {});\n'
+    '  AT_DISPATCH_FLOATING_TYPES_AND2(kHalf, kBFloat16, t, "two_xpu", [&] {});\n}\n'
+)
 
 
 def test_dtypes_that_kernels_do_not_support() -> None:

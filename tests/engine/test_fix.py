@@ -241,7 +241,8 @@ THREADS = {
     # DeBERTa masked its scores with the smallest number of fp32
     "huggingface/transformers#35332": (
         "",
-        "h = self.fc(x)\nrmask = ~(torch.arange(8) < 5).expand_as(h)\noutput = h.masked_fill(rmask, torch.finfo(torch.float).min)\nreturn torch.softmax(output, -1)",
+        "h = self.fc(x)\nrmask = ~(torch.arange(8) < 5).expand_as(h)\n"
+        "output = h.masked_fill(rmask, torch.finfo(torch.float).min)\nreturn torch.softmax(output, -1)",
         "torch.finfo(h.dtype).min",
     ),
     "pytorch/pytorch#32137": (
@@ -251,7 +252,8 @@ THREADS = {
     ),
     "pytorch/pytorch#56440": (
         "",
-        "h = self.fc(x)\nh = torch.cat([h, torch.zeros_like(h)])\nreturn h / h.norm(dim=-1, keepdim=True).clamp(min=1e-8)",
+        "h = self.fc(x)\nh = torch.cat([h, torch.zeros_like(h)])\n"
+        "return h / h.norm(dim=-1, keepdim=True).clamp(min=1e-8)",
         "min=max(1e-8, torch.finfo(h.dtype).tiny)",
     ),
     # normalize_quaternion of the zero quaternion
@@ -409,7 +411,10 @@ def test_a_lambda_of_the_file_is_changed(call: Call, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_change_is_said_to_cast_back_only_if_the_patch_does(call: Call, tmp_path: Path) -> None:
-    outputs = "h / (h.norm(dim=-1, keepdim=True) + 1e-8), torch.log(h.sum(-1) + 1e-9), torch.cosine_similarity(h, h.roll(1, 0))"
+    outputs = (
+        "h / (h.norm(dim=-1, keepdim=True) + 1e-8), torch.log(h.sum(-1) + 1e-9), "
+        "torch.cosine_similarity(h, h.roll(1, 0))"
+    )
     body = f"h = torch.relu(self.fc(x)) * (x[:, :1] > 0)\nreturn {outputs}"
     found = fixed(call, write(tmp_path, body, head=HEAD, tail=TAIL), "-p", "half")
     assert found.passes
@@ -436,7 +441,10 @@ def test_an_input_that_16_bits_cannot_hold_is_explained(call: Call, tmp_path: Pa
     assert "to_copy" not in {its.op for its in found.left_alone}
 
 
-NESTED = "\n\nclass Outer(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.inner = Net()\n\n    def forward(self, x):\n        return self.inner(x) + 1\n"
+NESTED = (
+    "\n\nclass Outer(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.inner = Net()\n\n"
+    "    def forward(self, x):\n        return self.inner(x) + 1\n"
+)
 
 
 @pytest.mark.slow
@@ -466,8 +474,14 @@ def test_a_scan_without_a_plan_points_to_the_fix(call: Call, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_rotary_frequencies_stay_in_fp32(call: Call, tmp_path: Path) -> None:
-    buffer = 'self.fc = nn.Linear(8, 8)\n        self.register_buffer("freq", 1000.0 ** -(torch.arange(0, 8, 2) / 8), persistent=False)'
-    body = "h = self.fc(x)\nangle = torch.arange(4)[:, None] * 700.0 * self.freq.float()\nreturn h * angle.cos().repeat_interleave(2, -1).to(h.dtype)"
+    buffer = (
+        "self.fc = nn.Linear(8, 8)\n"
+        '        self.register_buffer("freq", 1000.0 ** -(torch.arange(0, 8, 2) / 8), persistent=False)'
+    )
+    body = (
+        "h = self.fc(x)\nangle = torch.arange(4)[:, None] * 700.0 * self.freq.float()\n"
+        "return h * angle.cos().repeat_interleave(2, -1).to(h.dtype)"
+    )
     file = write(tmp_path, body, head=HEAD.replace("self.fc = nn.Linear(8, 8)", buffer))
     found = fixed(call, file, "-p", "bfloat16")
     assert found.passes

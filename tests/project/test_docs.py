@@ -108,5 +108,8 @@ def test_the_guide_writes_speeds_and_sentences_as_reports_do() -> None:
     words = re.sub(r"\d+", "0", (ROOT / "docs" / "prediction.md").read_text(encoding="utf-8"))
     for part in said(predicted_result(), "prediction").partition("; the catalog ")[2].split(", ")[:2]:
         assert re.sub(r"\d+", "0", part.partition(":")[0]) in words
-    shares = "half: shares of the error, estimated: 46 % lm_head (addmm, model.py:41), 12 % ln_f, 9 % h.0.attn, 5 % not explained"
+    shares = (
+        "half: shares of the error, estimated: 46 % lm_head (addmm, model.py:41), 12 % ln_f, 9 % h.0.attn, "
+        "5 % not explained"
+    )
     assert shares in guide  # the same words: tests/analysis/test_error_shares.py

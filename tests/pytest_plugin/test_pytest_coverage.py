@@ -293,7 +293,10 @@ def test_functions_that_dispatch_what_other_functions_dispatch_too(project: pyte
     """No gap, as plain PyTorch shows: autocast casts the inputs of ``solve`` to fp32, though ``solve_ex`` fails; ``lstm`` dispatches other
     ops in 16 bits; ``sqrt_`` is left alone, though a loss in fp32 calls it.
     """
-    code = "torch.linalg.solve(torch.eye(3), torch.ones(3, 1)); torch.nn.LSTM(4, 4)(torch.ones(3, 2, 4)); torch.ones(3).sqrt_()"
+    code = (
+        "torch.linalg.solve(torch.eye(3), torch.ones(3, 1)); torch.nn.LSTM(4, 4)(torch.ones(3, 2, 4)); "
+        "torch.ones(3).sqrt_()"
+    )
     project.makepyfile(f"import torch\ndef test_all(): {code}")
     found = coverage_of(project, precision="autocast-bf16,bfloat16")
     autocast = {op: use["support"]["autocast-bf16"] for op, use in found.items()}

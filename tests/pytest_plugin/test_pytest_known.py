@@ -159,7 +159,8 @@ def test_the_message_must_match(project: pytest.Pytester) -> None:
     result.assert_outcomes(xfailed=4, xpassed=2, failed=1)
     result.stdout.fnmatch_lines(
         [
-            "Raised NotImplementedError with another message, but known.toml expects NotImplementedError with a message that matches '(dot|mm) *"
+            "Raised NotImplementedError with another message, but known.toml expects NotImplementedError with a "
+            "message that matches '(dot|mm) *"
         ]
     )
 

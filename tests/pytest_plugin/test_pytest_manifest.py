@@ -145,7 +145,8 @@ def test_the_closest_entry_wins() -> None:
         ("[[known]]\ntest = 'a'\n", "entry 'a': the key 'exception' is missing"),
         (
             "[[known]]\ntest = 'a'\nexception = 'E'\nwhy = 'x'\n",
-            "entry 'a': unknown key 'why'.\nThe keys are test, exception, match, torch, device, python, platform, strict and reason.",
+            "entry 'a': unknown key 'why'.\n"
+            "The keys are test, exception, match, torch, device, python, platform, strict and reason.",
         ),
         ("[[known]]\ntest = 'a'\nexception = 'E'\n" * 2, "duplicate entry 'a'"),
         ("[[known]]\ntest = 'a'\nexeption = 'E'\n", "entry 'a': unknown key 'exeption'.\nDid you mean exception?"),

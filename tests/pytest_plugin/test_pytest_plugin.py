@@ -175,7 +175,8 @@ def test_check_reports_all_gaps_at_once(project: pytest.Pytester) -> None:
 def test_check_passes_and_returns_the_scan(project: pytest.Pytester) -> None:
     one(
         project,
-        'result = lowprec.check(nn.Linear(8, 8), x, precision="bfloat16"); assert result.run("bfloat16").status == "ok"',
+        'result = lowprec.check(nn.Linear(8, 8), x, precision="bfloat16"); '
+        'assert result.run("bfloat16").status == "ok"',
         passed=1,
     )
 

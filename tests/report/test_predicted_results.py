@@ -256,8 +256,9 @@ def test_the_head_says_what_is_predicted_and_how_sure_it_is() -> None:
     lines = screen_of(RESULT, width=300).splitlines()
     assert lines[1] == "torch 2.3 · xpu, predicted on a CPU"
     assert lines[2] == (
-        "Predicted: nothing ran on xpu. Its kernels: measured on xpu (a test), torch 2.3; its autocast policy: torch 2.6; "
-        "the catalog knows 3 of 4 ops in 16 bits, the others are assumed to run: aminmax"
+        "Predicted: nothing ran on xpu. Its kernels: measured on xpu (a test), torch 2.3; "
+        "its autocast policy: torch 2.6; the catalog knows 3 of 4 ops in 16 bits, the others are assumed to run: "
+        "aminmax"
     )
     assert prediction_text(shared_result()) == ""
 

@@ -363,8 +363,8 @@ NONE = "no element of the gradients underflows, with it or without scaling"
         (
             {"underflow": 0.003, "skipped_steps": 0},
             0,
-            "start GradScaler at 2^17; the largest 16-bit gradient of the backward pass is 0.21 (conv2), 2.8e+04 with this scale, "
-            f"of at most 65504; {UNSCALED}, 0.3 % with it; tried in 8 steps: no step skipped",
+            "start GradScaler at 2^17; the largest 16-bit gradient of the backward pass is 0.21 (conv2), "
+            f"2.8e+04 with this scale, of at most 65504; {UNSCALED}, 0.3 % with it; tried in 8 steps: no step skipped",
         ),
         (
             {"scale": 65536.0, "underflow": 0.0, "largest_at": None, "skipped_steps": 1},
@@ -375,13 +375,14 @@ NONE = "no element of the gradients underflows, with it or without scaling"
         (
             {"scale": 1000.0},
             2,
-            "start GradScaler at 1000: its default skips 2 steps; the largest 16-bit gradient of the backward pass is 0.21 (conv2), "
-            f"2.1e+02 with this scale, of at most 65504; {UNSCALED}",
+            "start GradScaler at 1000: its default skips 2 steps; the largest 16-bit gradient of the backward pass is "
+            f"0.21 (conv2), 2.1e+02 with this scale, of at most 65504; {UNSCALED}",
         ),
         (
             {"scale": 0.25, "largest": 1e6, "underflow_unscaled": 0.0, "underflow": 0.0},
             0,
-            f"the default scale of GradScaler will do; 2^-2 was tried; the largest 16-bit gradient of the backward pass is 1e+06 (conv2); {NONE}",
+            "the default scale of GradScaler will do; 2^-2 was tried; the largest 16-bit gradient of the backward "
+            f"pass is 1e+06 (conv2); {NONE}",
         ),
     ],
 )
@@ -400,7 +401,8 @@ def test_gradients_name_the_worst_parameters() -> None:
         "elements become NaN or Inf (0.3 % of head.out.weight)"
     )
     assert low == (
-        "bfloat16, autocast-bf16: error 7.2e-03 – 1.6e-02 (65 % from encoder.blocks.0.conv.weight, 27 % from encoder.0.weight)"
+        "bfloat16, autocast-bf16: error 7.2e-03 – 1.6e-02 (65 % from encoder.blocks.0.conv.weight, "
+        "27 % from encoder.0.weight)"
     )
     assert autocast.startswith("autocast-fp16: 34 % of the elements underflow")
     short = [block.lead for block in training_blocks(RESULT, statements(RESULT)) if is_shown(block)]

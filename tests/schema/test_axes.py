@@ -348,7 +348,10 @@ def test_a_plan_starts_from_it_and_is_applied(folder: Path) -> None:
     assert plan["keep_fp32"]
     assert 0 < plan["rel_l2"] <= 0.002
     assert f"toy.round_weights(model, keep={plan['keep_fp32']})" in plan["code"]
-    code = "import mymodel, lowprec_check; print(float(lowprec_check.apply(mymodel.model, 'plan.json')(mymodel.inputs).sum()))"
+    code = (
+        "import mymodel, lowprec_check; "
+        "print(float(lowprec_check.apply(mymodel.model, 'plan.json')(mymodel.inputs).sum()))"
+    )
     applied = python(folder, "-c", code)
     assert applied.returncode == 0, applied.stderr
     on_backend = call(folder, "plan", "mymodel.py", "--dtype", "bf16", "--backend", "doubled", "--json")

@@ -82,7 +82,8 @@ def torch_sources(wheel: Path, claims: dtypes.Claims) -> tuple[str, dict[str, So
     found = dict(re.findall(r"^(__version__|git_version) = '([^'+]*)", version, re.MULTILINE))
     if found["git_version"] != claims.commit:
         raise UsageError(
-            f"The claims are for torch {claims.torch} ({claims.commit}), but {wheel} is {found['__version__']} ({found['git_version']}).",
+            f"The claims are for torch {claims.torch} ({claims.commit}), but {wheel} is {found['__version__']} "
+            f"({found['git_version']}).",
             "Use a wheel and claims of the same build.",
         )
     blob = f"https://github.com/pytorch/pytorch/blob/{claims.commit}"

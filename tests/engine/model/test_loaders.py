@@ -90,9 +90,10 @@ def test_a_script_that_fails_or_calls_no_model(here: Path, write: Write) -> None
 
 CALLS = {
     "in a handler of everything": "try:\n    Net()(torch.ones(4, 3))\nexcept:\n    raise ValueError('after the call')",
-    "in a thread": "import threading\nt = threading.Thread(target=lambda: Net()(torch.ones(4, 3)))\nt.start()\nt.join()",
-    "after one in another process": "import os\npid = os.fork()\nif pid == 0:\n    Net()(torch.ones(1, 3))\n    os._exit(0)\n"
-    "assert os.waitpid(pid, 0)[1] == 0\nNet()(torch.ones(4, 3))",
+    "in a thread": "import threading\nt = threading.Thread(target=lambda: Net()(torch.ones(4, 3)))\nt.start()\n"
+    "t.join()",
+    "after one in another process": "import os\npid = os.fork()\nif pid == 0:\n    Net()(torch.ones(1, 3))\n"
+    "    os._exit(0)\nassert os.waitpid(pid, 0)[1] == 0\nNet()(torch.ones(4, 3))",
 }
 
 
@@ -287,7 +288,10 @@ def test_a_list_or_packed_sequence_is_one_argument_where_forward_takes_one(here:
     target = load_target(str(write(f"{NET}{pack}inputs = pack_sequence([torch.ones(4, 3)])")))
     assert target.form == "model(inputs)"
     assert target.model(*target.args)[0].data.shape == (4, 2)
-    one = "class One(Net):\n    def forward(self, xs):\n        return super().forward(xs[0] + xs[1])\nmodel = One().eval()\n"
+    one = (
+        "class One(Net):\n    def forward(self, xs):\n        return super().forward(xs[0] + xs[1])\n"
+        "model = One().eval()\n"
+    )
     assert load_target(str(write(f"{NET}{one}inputs = [torch.ones(4, 3)] * 2"))).form == "model(inputs)"
     assert (
         load_target(str(write(f"{NET}model = Net().eval()\ninputs = [torch.ones(4, 3), 2.0]"))).form == "model(*inputs)"
@@ -654,8 +658,9 @@ FORMS = {
         "inputs = (torch.from_numpy(inputs[0]).float(), inputs[1])",
     ),
     "nested arrays": (
-        "import numpy\nclass At(nn.Linear):\n    def forward(self, x):\n        return super().forward(x['a'][0])[x['b']]\n"
-        "model = At(3, 2).eval()\ninputs = ({'a': [numpy.ones((4, 3))], 'b': numpy.array([1, 2])},)",
+        "import numpy\nclass At(nn.Linear):\n    def forward(self, x):\n"
+        "        return super().forward(x['a'][0])[x['b']]\nmodel = At(3, 2).eval()\n"
+        "inputs = ({'a': [numpy.ones((4, 3))], 'b': numpy.array([1, 2])},)",
         "",
         (),
         "inputs = tree_map_only(numpy.ndarray, ",

@@ -105,8 +105,8 @@ SCRIPTS = {
         "Conv2d",
     ),
     "another model that a function's loop calls": (
-        "enc = Enc()\nwidth = enc(probe).shape[1]\n"
-        "def run(m, data):\n    for x in data: m(x)\nhead = nn.Conv2d(width, 2, 1)\nrun(head, [torch.randn(5, 4, 8, 8)])",
+        "enc = Enc()\nwidth = enc(probe).shape[1]\ndef run(m, data):\n    for x in data: m(x)\n"
+        "head = nn.Conv2d(width, 2, 1)\nrun(head, [torch.randn(5, 4, 8, 8)])",
         "Conv2d",
     ),
     "a look at the shape, of the model itself": (
@@ -123,12 +123,14 @@ SCRIPTS = {
         "Full",
     ),
     "helpers that loops call": (
-        "net = Full(Enc()).eval()\nout = net(loader[0])\nimport logging\nlog = logging.getLogger()\ndef rows(): return [str]\n"
-        "write = rows()\nfor row in out:\n    write(row)\n    log.info('x')\nraise SystemExit('ran on')",
+        "net = Full(Enc()).eval()\nout = net(loader[0])\nimport logging\nlog = logging.getLogger()\n"
+        "def rows(): return [str]\nwrite = rows()\nfor row in out:\n    write(row)\n    log.info('x')\n"
+        "raise SystemExit('ran on')",
         "Full",
     ),
     "a main program that returns its model": (
-        "def main():\n    net = Full(Enc()).eval()\n    out = net(loader[0])\n    assert not len(out)\n    return net, out\nmain()",
+        "def main():\n    net = Full(Enc()).eval()\n    out = net(loader[0])\n    assert not len(out)\n"
+        "    return net, out\nmain()",
         "Full",
     ),
     "an object that runs its model": (
@@ -146,8 +148,8 @@ SCRIPTS = {
         "Sequential",
     ),
     "layers that are appended in a loop": (
-        "layers, x = [], probe\nfor width in (3, 3):\n    layer = nn.Conv2d(3, width, 1)\n    x = layer(x)\n    layers.append(layer)\n"
-        "net = nn.Sequential(*layers)\nnet(loader[0])",
+        "layers, x = [], probe\nfor width in (3, 3):\n    layer = nn.Conv2d(3, width, 1)\n    x = layer(x)\n"
+        "    layers.append(layer)\nnet = nn.Sequential(*layers)\nnet(loader[0])",
         "Sequential",
     ),
     "shapes of several outputs": (
@@ -163,7 +165,8 @@ SCRIPTS = {
         "Full",
     ),
     "a model that gets more layers": (
-        "net = nn.Sequential()\nfor width in (3, 3):\n    net.append(nn.Conv2d(3, width, 1))\n    net(probe)\nnet(loader[0])",
+        "net = nn.Sequential()\nfor width in (3, 3):\n    net.append(nn.Conv2d(3, width, 1))\n    net(probe)\n"
+        "net(loader[0])",
         "Sequential",
     ),
     "functions that call each other": (
@@ -173,7 +176,8 @@ SCRIPTS = {
         "Full",
     ),
     "training, then a larger model": (
-        "def main():\n    enc = Enc()\n    for x in loader:\n        pass\n    train(enc, loader)\n    return Full(enc)\nmain()",
+        "def main():\n    enc = Enc()\n    for x in loader:\n        pass\n    train(enc, loader)\n"
+        "    return Full(enc)\nmain()",
         "Enc",
     ),
     "an evaluation, then a larger model": (
@@ -201,9 +205,15 @@ def test_the_first_call_of_a_model(here: Path, write: Write, case: str, guard: b
 
 
 def test_a_long_script_is_read_once(here: Path, write: Write) -> None:
-    counting = "class Counting(Full):\n    asked = 0\n    def modules(self):\n        Counting.asked += 1\n        return super().modules()\n"
+    counting = (
+        "class Counting(Full):\n    asked = 0\n    def modules(self):\n        Counting.asked += 1\n"
+        "        return super().modules()\n"
+    )
     later = "".join(f"use(net, {number})\n" for number in range(300))
-    text = f"{counting}def use(net, number): return net\nnet = Counting(Enc()).eval()\nCounting.asked = 0\nnet(loader[0])\n{later}"
+    text = (
+        f"{counting}def use(net, number): return net\nnet = Counting(Enc()).eval()\nCounting.asked = 0\n"
+        f"net(loader[0])\n{later}"
+    )
     target = load_target(str(write(PARTS + text, "infer.py")))
     assert type(target.model).asked < 30  # type: ignore[attr-defined]
 
@@ -214,7 +224,10 @@ def test_a_dry_run_that_nothing_follows_is_the_first_call(here: Path, write: Wri
 
 
 def test_a_dry_run_before_training_is_the_first_call(here: Path, write: Write) -> None:
-    later = "opt = torch.optim.SGD(net.parameters(), 1.0)\ntorch.stack([p.sum() for p in net.parameters()]).sum().backward()\n"
+    later = (
+        "opt = torch.optim.SGD(net.parameters(), 1.0)\n"
+        "torch.stack([p.sum() for p in net.parameters()]).sum().backward()\n"
+    )
     text = f"{LAZY}{later}raise SystemExit('the optimizer has made a step')"
     target = load_target(str(write(PARTS + text, "train.py")))
     assert target.args[0].shape == (1, 3, 8, 8)
@@ -289,19 +302,26 @@ def test_a_detector_in_a_file_that_defines_it(here: Path, write: Write) -> None:
 FILES = {
     "a dry run": "model = Net()\nmodel(torch.zeros(1, 3))\nmodel.eval()\ninputs = torch.ones(7, 3)",
     "a call after both": "model, inputs = Net(), torch.ones(7, 3)\nprint(model(inputs))\nmodel.eval()",
-    "functions": "net = Net()\nnet(torch.zeros(1, 3))\ndef model(): return net.eval()\ndef inputs(): return torch.ones(7, 3)",
-    "a few steps of training": "model, inputs = Net(), torch.ones(7, 3)\nfor _ in range(3):\n    model(inputs).sum().backward()\nmodel.eval()",
+    "functions": "net = Net()\nnet(torch.zeros(1, 3))\ndef model(): return net.eval()\n"
+    "def inputs(): return torch.ones(7, 3)",
+    "a few steps of training": "model, inputs = Net(), torch.ones(7, 3)\nfor _ in range(3):\n"
+    "    model(inputs).sum().backward()\nmodel.eval()",
     "an exit": "model, inputs = Net().eval(), torch.ones(7, 3)\nmodel(torch.zeros(1, 3))\nraise SystemExit",
     "imports": "from parts_of_it import model, inputs\nmodel(torch.zeros(1, 3))\nmodel.eval()",
-    "other weights": "model, inputs = Net().eval(), torch.ones(7, 3)\nmodel(inputs)\nmodel.train()\nwith torch.no_grad():\n"
-    "    nn.init.ones_(model.linear.bias)\n    model(inputs)\n    model.linear.weight.zero_()\nmodel(inputs)\nmodel.eval()",
-    "either of two": "if torch.cuda.is_available():\n    model = Net()\nelse:\n    model = Net()\nmodel(torch.zeros(1, 3))\nmodel.eval()\n"
-    "inputs = torch.ones(7, 3)",
-    "a cast in place": "model, inputs = Net().eval(), torch.ones(7, 3)\nout = model(inputs)\nmodel = model.half()\ninputs = inputs.half()",
-    "a trace": "model, inputs = Net().eval(), torch.ones(7, 3)\nout = model(inputs)\nmodel = torch.jit.trace(model, inputs)\nmodel.save('x.pt')",
+    "other weights": "model, inputs = Net().eval(), torch.ones(7, 3)\nmodel(inputs)\nmodel.train()\n"
+    "with torch.no_grad():\n    nn.init.ones_(model.linear.bias)\n    model(inputs)\n"
+    "    model.linear.weight.zero_()\nmodel(inputs)\nmodel.eval()",
+    "either of two": "if torch.cuda.is_available():\n    model = Net()\nelse:\n    model = Net()\n"
+    "model(torch.zeros(1, 3))\nmodel.eval()\ninputs = torch.ones(7, 3)",
+    "a cast in place": "model, inputs = Net().eval(), torch.ones(7, 3)\nout = model(inputs)\nmodel = model.half()\n"
+    "inputs = inputs.half()",
+    "a trace": "model, inputs = Net().eval(), torch.ones(7, 3)\nout = model(inputs)\n"
+    "model = torch.jit.trace(model, inputs)\nmodel.save('x.pt')",
     "a long loop": "model, inputs = Net().eval(), torch.ones(7, 3)\nwhile True:\n    model(inputs)",
-    "training": "model, inputs = Net().eval(), torch.ones(7, 3)\nfor epoch in range(10**9):\n    loss = model(inputs).sum()\n    loss.backward()",
-    "a condition": "if True:\n    model = Net()\n    model(torch.zeros(1, 3))\n    inputs = torch.ones(7, 3)\nmodel.eval()",
+    "training": "model, inputs = Net().eval(), torch.ones(7, 3)\nfor epoch in range(10**9):\n"
+    "    loss = model(inputs).sum()\n    loss.backward()",
+    "a condition": "if True:\n    model = Net()\n    model(torch.zeros(1, 3))\n    inputs = torch.ones(7, 3)\n"
+    "model.eval()",
 }
 
 
@@ -345,7 +365,10 @@ def test_a_file_that_runs_on_after_it_has_defined_its_model(
 
 
 def test_a_model_that_is_defined_only_sometimes(here: Path, write: Write) -> None:
-    text = "model = Net()\nif model is None:\n    inputs = torch.ones(7, 3)\nfor x in [torch.ones(5, 3)]:\n    model(x).sum().backward()\nassert 0"
+    text = (
+        "model = Net()\nif model is None:\n    inputs = torch.ones(7, 3)\nfor x in [torch.ones(5, 3)]:\n"
+        "    model(x).sum().backward()\nassert 0"
+    )
     assert load_target(str(write(NET + text, "model.py"))).args[0].shape == (5, 3)
     text = "model = Net()\nfor x in [torch.ones(5, 3)]:\n    model(x).sum().backward()\nassert 0"
     assert load_target(str(write(NET + text, "shapes.py")), ("2x3",)).args[0].shape == (2, 3)
@@ -360,8 +383,8 @@ def test_a_name_that_was_asked_for(here: Path, write: Write) -> None:
 
 def test_a_file_that_fails_after_a_dry_run(here: Path, write: Write) -> None:
     write(
-        NET
-        + "model, inputs = Net(), torch.ones(7, 3)\nmodel(inputs)\nif inputs.any(): raise OSError('no weights')\nmodel.eval()",
+        NET + "model, inputs = Net(), torch.ones(7, 3)\nmodel(inputs)\nif inputs.any(): raise OSError('no weights')\n"
+        "model.eval()",
         "model.py",
     )
     with pytest.raises(UsageError, match=r"OSError at model\.py:12: no weights"):

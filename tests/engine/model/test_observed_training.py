@@ -139,7 +139,10 @@ def test_steps_are_those_of_what_trains(here: Path, write: Write, framework: str
 @pytest.mark.parametrize("how", MIXED)
 @pytest.mark.parametrize("scaler", [False, True])
 def test_steps_in_mixed_precision_are_made_again(here: Path, write: Write, how: str, scaler: bool) -> None:
-    step = f"{MIXED[how]}scaler.scale(loss).backward()\nscaler.unscale_(optimizer)\nnn.utils.clip_grad_norm_(model.parameters(), 0.1)\n"
+    step = (
+        f"{MIXED[how]}scaler.scale(loss).backward()\nscaler.unscale_(optimizer)\n"
+        "nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n"
+    )
     step += "scaler.step(optimizer)\nscaler.update()\noptimizer.zero_grad()\n"
     made = f"scaler = torch.amp.GradScaler('cpu', enabled={scaler})\n{MODEL}"
     write(f"{HEAD}{made}for x, y in batches():\n{textwrap.indent(step, '    ')}", "train.py")
@@ -271,7 +274,10 @@ def test_a_script_without_gradients_is_trained_by_default(here: Path, write: Wri
 
 def test_warm_up_from_zero(here: Path, write: Write) -> None:
     schedule = "scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)\n"
-    step = "    F.cross_entropy(model(x), y).backward()\n    optimizer.step()\n    scheduler.step()\n    optimizer.zero_grad()\n"
+    step = (
+        "    F.cross_entropy(model(x), y).backward()\n    optimizer.step()\n    scheduler.step()\n"
+        "    optimizer.zero_grad()\n"
+    )
     write(f"{HEAD}{MODEL}{schedule}for x, y in batches():\n{step}", "train.py")
     target = load_target("train.py", steps=1)
     assert isinstance(target.optimizer, OptimizerLike)
@@ -378,7 +384,10 @@ def test_a_scan_trains_as_the_script_does(here: Path, write: Write, call: Call, 
         "optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[1]), momentum=0.9)\nfor x, y in batches():\n"
     )
     body += "    loss = F.cross_entropy(model(x), y)\n    optimizer.zero_grad()\n    loss.backward()\n"
-    body += "    nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n    optimizer.step()\n    torch.save(model, 'ckpt.pt')\n"
+    body += (
+        "    nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n    optimizer.step()\n"
+        "    torch.save(model, 'ckpt.pt')\n"
+    )
     path = write(HEAD + body, "train.py")
     options = ["--train", "--steps", "2", "-p", "autocast-bf16", "--times", "off", "--isolation", isolation]
     done = call("scan", str(path), *options, "--json", "-", "--", "0.5", folder=here)
@@ -407,8 +416,14 @@ def test_two_optimizers_after_one_loss_are_scanned(here: Path, write: Write, cal
 
 
 def test_the_line_of_a_loss_is_that_of_its_last_term(here: Path, write: Write, call: Call) -> None:
-    body = "model = net()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nfor x, y in batches():\n    task = F.cross_entropy(model(x), y)\n"
-    body += "    loss = task + sum(p.square().sum() for p in model.parameters())\n    optimizer.zero_grad()\n    (loss / 2).backward()\n    optimizer.step()\n"
+    body = (
+        "model = net()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nfor x, y in batches():\n"
+        "    task = F.cross_entropy(model(x), y)\n"
+    )
+    body += (
+        "    loss = task + sum(p.square().sum() for p in model.parameters())\n    optimizer.zero_grad()\n"
+        "    (loss / 2).backward()\n    optimizer.step()\n"
+    )
     path = write(HEAD + body, "train.py")
     options = ["--train", "--steps", "1", "-p", "autocast-bf16", "--times", "off", "--json", "-"]
     result = ScanResult.from_json(call("scan", str(path), *options, folder=here).stdout.encode())
@@ -420,8 +435,14 @@ def test_the_line_of_a_loss_is_that_of_its_last_term(here: Path, write: Write, c
 
 
 def test_ops_of_a_loss_are_at_their_lines(here: Path, write: Write, call: Call) -> None:
-    body = "model = net()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nfor x, y in batches():\n    out = model(x)\n"
-    body += "    scaled = out * 2\n    loss = scaled.square().mean()\n    optimizer.zero_grad()\n    loss.backward()\n    optimizer.step()\n"
+    body = (
+        "model = net()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nfor x, y in batches():\n"
+        "    out = model(x)\n"
+    )
+    body += (
+        "    scaled = out * 2\n    loss = scaled.square().mean()\n    optimizer.zero_grad()\n    loss.backward()\n"
+        "    optimizer.step()\n"
+    )
     path = write(HEAD + body, "train.py")
     options = ["--train", "--steps", "1", "-p", "autocast-bf16", "--times", "off", "--json", "-"]
     done = call("scan", str(path), *options, folder=here)

@@ -35,7 +35,8 @@ LATER = {
     "finally": f"try:\n    net(x)\nfinally:\n    {SAVE}",
     "except Exception": f"try:\n    net(x)\nexcept Exception:\n    {SAVE}",
     "except BaseException": f"try:\n    net(x)\nexcept BaseException:\n    {SAVE}\nnet(x)\n{SAVE}",
-    "except without a class, in a loop": f"while True:\n    try:\n        net(x)\n    except:\n        {SAVE}\n        break",
+    "except without a class, in a loop": f"while True:\n    try:\n        net(x)\n    except:\n        {SAVE}\n"
+    "        break",
     "with": "class Saves:\n    def __enter__(self): pass\n    def __exit__(self, *_):\n"
     f"        {SAVE}\n        return True\nwith Saves():\n    net(x)",
     "contextlib": "import contextlib\n@contextlib.contextmanager\ndef saves():\n    try:\n        yield\n    finally:\n"
@@ -50,15 +51,19 @@ LATER = {
 }
 
 BEFORE = {
-    "a log": "import logging\nlogging.basicConfig(filename='train.log', filemode='w', force=True)\nlogging.warning('started')",
+    "a log": "import logging\nlogging.basicConfig(filename='train.log', filemode='w', force=True)\n"
+    "logging.warning('started')",
     "a log that is continued": "log = open('train.log', 'a')\nprint('started', file=log, flush=True)",
     "a configuration": "import pathlib\npathlib.Path('config.json').write_text('[1]')\n"
     "assert pathlib.Path('config.json').read_text() == '[1]'",
     "a checkpoint": f"{SAVE}\nassert torch.load('ckpt.pt')",
-    "a checkpoint that is replaced": "import os\ntorch.save(net.state_dict(), 'new.pt')\nos.replace('new.pt', 'ckpt.pt')\n"
-    "with open('ckpt.pt', 'rb') as f: assert torch.load(f)\nassert not os.path.exists('new.pt')",
-    "deleted files": "import os, pathlib\nos.remove('ckpt.pt')\npathlib.Path('train.log').unlink()\nopen('train.log', 'x').close()",
-    "a deleted folder": "import os, shutil\nshutil.rmtree('old')\nos.makedirs('old/logs')\nopen('old/weights.bin', 'w').close()",
+    "a checkpoint that is replaced": "import os\ntorch.save(net.state_dict(), 'new.pt')\n"
+    "os.replace('new.pt', 'ckpt.pt')\nwith open('ckpt.pt', 'rb') as f: assert torch.load(f)\n"
+    "assert not os.path.exists('new.pt')",
+    "deleted files": "import os, pathlib\nos.remove('ckpt.pt')\npathlib.Path('train.log').unlink()\n"
+    "open('train.log', 'x').close()",
+    "a deleted folder": "import os, shutil\nshutil.rmtree('old')\nos.makedirs('old/logs')\n"
+    "open('old/weights.bin', 'w').close()",
     "a renamed folder": "import os\nos.rename('old', 'older')",
 }
 
@@ -84,7 +89,10 @@ def test_no_line_after_the_first_call_of_a_model_runs(files: Path, write: Write,
 
 
 def test_a_script_runs_once_to_its_call(files: Path, write: Write, capfd: pytest.CaptureFixture[str]) -> None:
-    text = "print('started')\nnet = Net()\nmodel = net\nfor inputs, labels in [(torch.ones(6), 0)]:\n    net(inputs.view(2, 3))\n    print('next')"
+    text = (
+        "print('started')\nnet = Net()\nmodel = net\nfor inputs, labels in [(torch.ones(6), 0)]:\n"
+        "    net(inputs.view(2, 3))\n    print('next')"
+    )
     target = load_target(str(write(NET + text, "train.py")))
     assert target.args[0].shape == (2, 3)
     output = capfd.readouterr()
@@ -101,10 +109,10 @@ def test_files_that_a_script_writes_before_its_call_are_kept(files: Path, write:
 
 def test_what_a_script_makes_before_its_call_is_its_own(files: Path, write: Write) -> None:
     text = (
-        "import os, shutil, tempfile\nos.makedirs('run/a')\nopen('run/a/log', 'w').close()\nopen('run/a/log', 'a').close()\n"
-        "assert os.path.getsize('run/a/log') == 0\nos.remove('run/a/log')\nshutil.rmtree('run')\nassert not os.path.exists('run')\n"
-        "with tempfile.TemporaryDirectory() as folder:\n    open(folder + '/x', 'w').close()\nassert not os.path.exists(folder)\n"
-        "Net()(torch.ones(4, 3))"
+        "import os, shutil, tempfile\nos.makedirs('run/a')\nopen('run/a/log', 'w').close()\n"
+        "open('run/a/log', 'a').close()\nassert os.path.getsize('run/a/log') == 0\nos.remove('run/a/log')\n"
+        "shutil.rmtree('run')\nassert not os.path.exists('run')\nwith tempfile.TemporaryDirectory() as folder:\n"
+        "    open(folder + '/x', 'w').close()\nassert not os.path.exists(folder)\nNet()(torch.ones(4, 3))"
     )
     target = load_target(str(write(NET + text, "train.py")))
     assert not any("left as they are" in note for note in target.notes)
@@ -132,7 +140,10 @@ Sized()(torch.ones(5, 3, 8, 8))
 
 
 def test_a_file_with_a_model_and_inputs_that_calls_it(files: Path, write: Write) -> None:
-    text = f"model, inputs = Net().eval(), torch.ones(7, 3)\nmodel(torch.ones(1, 3))\nnet = model\n{SAVE}\ndef loss(output): return output.sum()\n"
+    text = (
+        f"model, inputs = Net().eval(), torch.ones(7, 3)\nmodel(torch.ones(1, 3))\nnet = model\n{SAVE}\n"
+        "def loss(output): return output.sum()\n"
+    )
     target = load_target(str(write(NET + text, "model.py")))
     assert target.args[0].shape == (7, 3)
     assert target.loss is not None
@@ -140,7 +151,10 @@ def test_a_file_with_a_model_and_inputs_that_calls_it(files: Path, write: Write)
 
 
 def test_a_file_whose_inputs_are_not_at_its_top_level(files: Path, write: Write) -> None:
-    text = "net = Net().eval()\nglobals()['inputs'] = torch.ones(7, 3)\nnet(torch.ones(1, 3))\ndef loss(output): return output.sum()\n"
+    text = (
+        "net = Net().eval()\nglobals()['inputs'] = torch.ones(7, 3)\nnet(torch.ones(1, 3))\n"
+        "def loss(output): return output.sum()\n"
+    )
     target = load_target(f"{write(NET + text, 'model.py')}:net")
     assert target.args[0].shape == (7, 3)
     assert any(
@@ -194,7 +208,10 @@ def test_contexts_around_the_call_are_left(files: Path, write: Write, context: s
 
 
 def test_a_thread_that_is_not_waited_for(files: Path, write: Write) -> None:
-    text = "import threading, time\nnet, x = Net(), torch.ones(4, 3)\nt = threading.Thread(target=net, args=(x,))\nt.start()\n"
+    text = (
+        "import threading, time\nnet, x = Net(), torch.ones(4, 3)\nt = threading.Thread(target=net, args=(x,))\n"
+        "t.start()\n"
+    )
     write(NET + f"{text}while t.is_alive():\n    time.sleep(0.01)\n{SAVE}", "train.py")
     before = {*threading.enumerate(), *parked_threads()}
     assert load_target("train.py").args[0].shape == (4, 3)

@@ -46,7 +46,8 @@ BF16 = "model, optimizer = ipex.optimize(model, optimizer=optimizer, dtype=torch
 CASES = {
     "fp32": (FP32, ""),
     "fp32, by its name": (
-        "from intel_extension_for_pytorch import optimize\nmodel, optimizer = optimize(model, optimizer=optimizer, inplace=True)",
+        "from intel_extension_for_pytorch import optimize\n"
+        "model, optimizer = optimize(model, optimizer=optimizer, inplace=True)",
         "",
     ),
     "compiled": (f'{FP32}\nmodel = torch.compile(model, backend="ipex")', ""),
@@ -56,8 +57,8 @@ CASES = {
         "with torch.cpu.amp.autocast(dtype=torch.bfloat16): ",
     ),
     "if it is there": (
-        "try:\n    import intel_extension_for_pytorch as ipex\n    model, optimizer = ipex.optimize(model, optimizer=optimizer)\n"
-        "except ImportError:\n    pass",
+        "try:\n    import intel_extension_for_pytorch as ipex\n"
+        "    model, optimizer = ipex.optimize(model, optimizer=optimizer)\nexcept ImportError:\n    pass",
         "",
     ),
 }
@@ -108,7 +109,10 @@ def test_inference_with_the_extension(here: Path, write: Write) -> None:
     target = load_target(str(write(HEAD + optimize + call, "infer.py")))
     assert type(target.model) is nn.Sequential
     assert target.model[0].weight.dtype == torch.float32
-    functions = "def model():\n    return ipex.llm.optimize(made.eval(), dtype=torch.bfloat16)\ndef inputs():\n    return torch.ones(2, 16)"
+    functions = (
+        "def model():\n    return ipex.llm.optimize(made.eval(), dtype=torch.bfloat16)\ndef inputs():\n"
+        "    return torch.ones(2, 16)"
+    )
     target = load_target(str(write(HEAD.replace("model =", "made =") + functions, "functions.py")))
     assert any("leaves out ipex.llm.optimize (functions.py:7)" in note for note in target.notes)
 

@@ -63,7 +63,8 @@ RESTORED = {
     "nothing": "pass",
     "an exception": "raise ValueError('not in bfloat16')",
     "its own attribute": "model.factor = 3.0",
-    "a hook on all modules": "nn.modules.module.register_module_forward_hook(lambda module, inputs, output: output * 3)",
+    "a hook on all modules": "nn.modules.module.register_module_forward_hook("
+    "lambda module, inputs, output: output * 3)",
     "its own forward": "model.forward = lambda x: x * 0",
     "a hook on itself": "model.linear.register_forward_hook(lambda module, inputs, output: output * 3)",
     "the default dtype": "torch.set_default_dtype(torch.float64)",
