@@ -384,10 +384,8 @@ def _decided_by_choices(run: Run, others: Sequence[str]) -> Sentence | None:
         integers = "{share:percent} of the values differ, but {same:percent} with the same choices in fp32"
         return say(integers, share=error.distance, same=same)
     if others:
-        words = (
-            "it calls {ops:ops} where fp32 does not; "
-            "output error {error:error}, but {same:error} where fp32 does the same"
-        )
+        errors = "output error {error:error}, but {same:error} where fp32 does the same"
+        words = f"it calls {{ops:ops}} where fp32 does not; {errors}"
         return say(words, ops=list(others), error=error.distance, same=same)
     errors = "output error {error:error}, but {same:error} with the same choices in fp32"
     return say(errors, error=error.distance, same=same)

@@ -74,9 +74,7 @@ def back(gap: Gap, result: str = "the result back") -> str:
 
 
 def or_autocast(gap: Gap, run: Run, result: ScanResult) -> str:
-    """``, or use autocast, where it runs`` of the run's own dtype in this scan, else of another,
-    if possible one that passes; empty if the op fails there too, or the output is wrong.
-    """
+    """``, or use autocast, where it runs`` in this scan, if possible in the run's own dtype."""
     if run.is_autocast:
         return ""
     tried = [other for other in tried_runs(result) if other.is_autocast]

@@ -229,10 +229,8 @@ def vanishing_constant(result: ScanResult) -> Iterator[Finding]:
 
 
 def _vanished(run: Run, result: ScanResult, calls: list[OpCall], after: OpCall | None) -> Finding:
-    """The finding about a constant, and the op of its module with NaN or Inf ``after`` it.
-
-    A bound that the backward pass compares with, at the same line, is not a finding of its own.
-    """
+    """The finding about a constant, and the op of its module with NaN or Inf ``after`` it."""
+    # A bound that the backward pass compares with, at the same line, is no finding of its own.
     first, name, smallest = calls[0], "this dtype", "torch.finfo(x.dtype).tiny"
     written = narrowest(first.dtypes.replace("→", "+"))  # it is rounded to this one
     if written:

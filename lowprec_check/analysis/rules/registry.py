@@ -242,9 +242,7 @@ class Callers:
 
 
 def catalog_fix(gap: Gap, run: Run, result: ScanResult) -> str | None:
-    """``supported since torch 2.14`` or ``no torch release up to 2.15 supports it``; ``None`` if
-    the catalog has not measured it, or the dtype is not the reason.
-    """
+    """``supported since torch 2.14`` or ``no torch release up to 2.15 supports it``, if known."""
     dtype = _catalog_dtype(run)
     if dtype is None or gap.phase == "optimizer" or gap.kind in ("numeric-failure", "dtype-mismatch"):
         return None
@@ -276,8 +274,7 @@ def known_issue(
 ) -> KnownIssue | None:
     """The known issue that fits best: same code, same op or model, not fixed in the runs' torch.
 
-    ``message`` is what the op raised or warned; ``None`` if it did not run, but the catalog says
-    that it fails.
+    ``message`` is what the op raised or warned; ``None`` if only the catalog says that it fails.
     """
     device, dtype, kind = str(result.environment.get("device", "")), None, None
     if run:

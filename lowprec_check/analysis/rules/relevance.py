@@ -62,10 +62,9 @@ def weighed_places(
     *,
     by_trial: Literal["Inf", "zero"] | None = None,
 ) -> Iterator[Finding]:
-    """A finding for the worst of the calls at each place that ``keep`` chooses, with what it does
-    to the output, the largest share first; ``describe`` gives the message and what to do.
-    ``by_trial``: what values out of range become, if it is about these, which the scan has tried
-    alone.
+    """A finding for the worst call at each place that ``keep`` chooses, the largest share first.
+
+    ``describe`` gives the message and what to do; ``by_trial`` is what values out of range become.
     """
     for run in runs_with_ops(result):
         if run.status == "timeout":  # the model may never return what it had computed
@@ -80,9 +79,8 @@ def weighed_places(
 
 
 def by_place(run: Run, keep: Callable[[OpCall], bool], worst: Callable[[OpCall], Any]) -> list[tuple[OpCall, int]]:
-    """The worst call at each (module, op, line, op on the line, part of a training step), with the
-    number of calls kept there; those whose Inf or NaN reach the output apart from the others.
-    """
+    """The worst call at each place and in each part of a training step, and how many are kept."""
+    # Calls whose Inf or NaN reach the output are apart from the others.
     places: dict[tuple[str | int | None, ...], tuple[OpCall, int]] = {}
     for row in filter(keep, run.op_calls.rows()):
         key = (*row.exact_place, row.phase, row.reaches_output)
@@ -299,10 +297,7 @@ def wider_range(run: Run, result: ScanResult, module: str) -> Sentence:
 
 
 def keep_in_fp32(run: Run, result: ScanResult, module: str) -> Sentence | None:
-    """The modules that a plan or an ablation of this run keeps with success, else the op's, to try.
-
-    ``None`` if that was tried and did not help.
-    """
+    """The modules that a plan or an ablation keeps, else the op's, unless that did not help."""
     # What passed with the module in fp32 is worth more than a try.
     plan, ablation = result.plan, run.ablation
     made = (run.precision, run.backend, run.memory_format)
@@ -375,10 +370,8 @@ def _wider(run: Run) -> list[FloatFormat]:
 
 
 def search_advice(run: Run, result: ScanResult, passing: Recommendation | None, batch: int | None) -> str:
-    """How to find what makes ``run`` pass on the batches from ``batch`` on, counted from 0: by
-    modules in fp32, unless the model's own code, or the cast of its inputs, would make it fail
-    alone.
-    """
+    """How to find what makes ``run`` pass on the batches from ``batch`` on, counted from 0."""
+    # Modules in fp32 do not help if the model's own code, or the cast of its inputs, fails alone.
     suspected, budget, limit = suspects(run), trusted_budget(run), run.tolerance or math.inf
     by_input = by_root = False
     if suspected.causes is not None:

@@ -60,25 +60,29 @@ def _verdict(result: ScanResult) -> Iterator[Made]:
         yield Said(say("{name:text}{kept:text} could not be judged", **named), "none")
     elif not best.stay_in_fp32:
         # A run that barely passes is named with a warning, one that gains nothing without praise.
-        part = 0.0
-        tone: Tone = "good" if is_gain(result) else "none"
-        if run is not None:
-            part = part_of_tolerance(run) if result.training is None else part_of_limit(run, result)
-        predicted = " (predicted)" if result.prediction is not None else ""
+        tone: Tone = "none"
+        part, predicted = 0.0, ""
+        if is_gain(result):
+            tone = "good"
+        if run is not None and result.training is not None:
+            part = part_of_limit(run, result)
+        elif run is not None:
+            part = part_of_tolerance(run)
+        if result.prediction is not None:
+            predicted = " (predicted)"
         words = say("Use {name:text}{kept:text}{predicted:text}", **named, predicted=predicted)
         yield Said(words, "warn" if part >= CLOSE else tone)
     else:
         fp32 = "fp32" if any(other.is_low for other in result.runs) else "eager fp32"
-        if best.worth not in ("nothing", "unknown"):
+        stay, gain = "Stay in {fp32:text}: ", "was not measured to be faster"
+        prefer: dict[str, Figure] = {}
+        if best.worth == "nothing":
+            gain = _gains_nothing(run, result)
+        elif best.worth != "unknown":  # what it gains is not what the user prefers
+            stay, prefer["prefer"] = "Stay in {fp32:text} for {prefer:text}; ", best.prefer
             gain = best.gain if best.gain.startswith("saves") else f"is {best.gain}"
-            stay = "Stay in {fp32:text} for {prefer:text}; {name:text}{kept:text} {gain:text}"
-            yield Said(say(stay, fp32=fp32, prefer=best.prefer, **named, gain=gain), "none")
-        else:
-            lacks = "was not measured to be faster"
-            if best.worth == "nothing":
-                lacks = _gains_nothing(run, result)
-            stay = "Stay in {fp32:text}: {name:text}{kept:text} {gain:text}"
-            yield Said(say(stay, fp32=fp32, **named, gain=lacks), "none")
+        words = say(f"{stay}{{name:text}}{{kept:text}} {{gain:text}}", fp32=fp32, **prefer, **named, gain=gain)
+        yield Said(words, "none")
 
 
 def _gains_nothing(run: Run | None, result: ScanResult) -> str:

@@ -18,24 +18,13 @@ from lowprec_check.analysis.run_summary import (
     shorten,
 )
 from lowprec_check.analysis.speed import failure_while_timed, is_faster, launch_bound, speed
-from lowprec_check.analysis.statements.kinds import Made, Said, per_run
+from lowprec_check.analysis.statements.kinds import Made, Said, per_run, warn_if
 from lowprec_check.analysis.training_status import diverges, first_way, in_phase, nonfinite, when_raised
 from lowprec_check.schema.backend_checks import CompilerRemark
 from lowprec_check.schema.measures import MATTERS, InputsTried
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.statements import (
-    Sentence,
-    Tone,
-    chained,
-    error_figure,
-    percent,
-    plain,
-    say,
-    say_if,
-    short_op,
-    some,
-)
+from lowprec_check.schema.statements import Sentence, chained, error_figure, percent, plain, say, say_if, short_op, some
 
 # The part of its tolerance from which on the error of a run that passes is said to be near it.
 NEAR = 0.5
@@ -219,15 +208,13 @@ def margin(run: Run, result: ScanResult) -> Made:
     part, tried = part_of_tolerance(run), 0
     if run.further_inputs is not None and run.distance is not None:
         tried = run.further_inputs.tried
-    near = ""
-    tone: Tone = "none"
-    if part >= NEAR:
-        near, tone = "near its limit: ", "warn"
+    is_near, words = part >= NEAR, "worst {part:percent} of tolerance, {inputs:count input}"
+    if is_near:
+        words = f"near its limit: {words}"
     if tried:
-        words = f"{near}worst {{part:percent}} of tolerance, {{inputs:count input}}"
-        return Said(say(words, part=part, inputs=run.batch_count + tried), tone)
-    if near:
-        return Said(say(f"{near}{{part:percent}} of the tolerance", part=part), tone)
+        return warn_if(is_near, say(words, part=part, inputs=run.batch_count + tried))
+    if is_near:
+        return Said(say("near its limit: {part:percent} of the tolerance", part=part), "warn")
     return None
 
 
@@ -244,12 +231,10 @@ def on_further(run: Run) -> Sentence | None:
         return None
     if not inputs.tried:
         return say("no further ones were tried: {reason:text}", reason=inputs.reason or "none are known")
-    words = (
-        "also on {tried:number} of {tried:count further input} ({kind:text}), worst {part:percent} of the tolerance: "
-        "at most {high:share} of such inputs fail (95 % confidence)"
-    )
-    part = part_of_tolerance(run)
-    return say(words, tried=inputs.tried, kind=WHERE_FROM[inputs.kind], part=part, high=inputs.high)
+    part, kind = part_of_tolerance(run), WHERE_FROM[inputs.kind]
+    worst = "worst {part:percent} of the tolerance: at most {high:share} of such inputs fail (95 % confidence)"
+    words = f"also on {{tried:number}} of {{tried:count further input}} ({{kind:text}}), {worst}"
+    return say(words, tried=inputs.tried, kind=kind, part=part, high=inputs.high)
 
 
 def fails_on_further(inputs: InputsTried) -> Sentence:
@@ -286,16 +271,14 @@ def compiler_remarks(run: Run, result: ScanResult) -> Made:
     breaks = sum(remark.count for remark in remarks if remark.kind == "graph-break")
     if not warned and not breaks:
         return None
-    parts = [
-        say_if(warned, "{count:count warning} of the compiler (LP309)", count=warned),
-        say_if(breaks, "{count:count graph break} (LP310)", count=breaks),
-    ]
+    warnings = say_if(warned, "{count:count warning} of the compiler (LP309)", count=warned)
+    graph_breaks, than = say_if(breaks, "{count:count graph break} (LP310)", count=breaks), None
     eager = next((other for other in result.runs if other.key == run.key._replace(backend=EAGER)), None)
     if breaks and eager is not None:
         here, in_eager = speed(run, result.runs), speed(eager, result.runs)
         if here.ratio and in_eager.ratio and (is_faster(here, in_eager) or is_faster(in_eager, here)):
-            parts.append(say("with them {ratio:times} as fast as in eager mode", ratio=here.ratio / in_eager.ratio))
-    return chained(*parts, between=", ")
+            than = say("with them {ratio:times} as fast as in eager mode", ratio=here.ratio / in_eager.ratio)
+    return chained(warnings, graph_breaks, than, between=", ")
 
 
 @per_run("compared-module", "runs")
@@ -322,9 +305,7 @@ def launched_too_slowly(run: Run, result: ScanResult) -> Made:
     """A run whose accelerator waits for the host, so that 16 bits cannot make it faster."""
     if run.latency is None or not launch_bound(run):
         return None
-    words = (
-        "launch-bound: {host:ms} of {call:ms} on the host, {device:ms} on the device: "
-        "faster kernels hardly help; CUDA graphs, torch.compile or a larger batch do"
-    )
+    hint = "faster kernels hardly help; CUDA graphs, torch.compile or a larger batch do"
+    words = f"launch-bound: {{host:ms}} of {{call:ms}} on the host, {{device:ms}} on the device: {hint}"
     call, host, device = run.latency.median_ms, run.latency.host_ms or 0.0, run.latency.device_ms or 0.0
     return Said(say(words, host=min(host, call), call=call, device=device), "warn")

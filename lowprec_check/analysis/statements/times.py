@@ -75,10 +75,8 @@ def one_call(run: Run, result: ScanResult) -> Made:
     """A run whose speed is that of one call, or the fastest of a few, instead of rounds."""
     speedup = in_turns(run)
     if run.judged_by_one_call and run.format is not None:
-        words = (
-            "judged by one call, which took over 20 times as long as fp32's: "
-            "{format:text} is not accelerated here (--thorough calls it again)"
-        )
+        hint = "{format:text} is not accelerated here (--thorough calls it again)"
+        words = f"judged by one call, which took over 20 times as long as fp32's: {hint}"
         return Said(say(words, format=run.format.short), "warn")
     if speedup is None or speedup.rounds:
         return None
