@@ -10,7 +10,7 @@ again (autocast: which runs without autocast); the share of a module is 1 - (err
 tensor of the output with the largest error.
 
 * **Shares**: every module with a share over 0.1, by either; they agree if they differ by at most 0.12.
-* **Main causes**: the module that is named first, and the best single module that is not larger, of those with ops of their own, nor around it.
+* **Main causes**: the module named first, and the best single module with ops of its own, not larger nor around it.
 * **Disproved**: modules named as causes (a share of at least 0.2) without which the error is as before.
 
 Writes OUTPUT.md and OUTPUT.json; exits with 1 if a goal is missed.

@@ -7,7 +7,7 @@
 - ``cost``: time of an instrumented bf16 run / (plain fp32 forward + plain bf16 forward), medians of interleaved rounds,
   for each of ``SETTINGS``.
 - ``times``: the times of a scan (rounds over fp32 and three ways in 16 bits) beside triton's ``do_bench`` of the same
-  calls: with a cold cache before each call, and of several calls in a row, as a call of a tiny model is mostly the host's.
+  calls: with a cold cache before each, and of several in a row, as a call of a tiny model is mostly the host's.
 
 Each part is saved as it ends, and what would start after ``--seconds`` is left out.
 """

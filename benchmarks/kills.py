@@ -222,7 +222,7 @@ class Running:
         ]
 
     def left(self) -> list[str]:
-        """What is left of it for :data:`SETTLE_SECONDS`: names in shared memory that other programs make come and go."""
+        """What is left of it for :data:`SETTLE_SECONDS`, as names in shared memory of other programs come and go."""
         end = time.monotonic() + SETTLE_SECONDS
         found = self._left()
         while found and time.monotonic() < end:

@@ -2,16 +2,15 @@
 
     python benchmarks/plugin_on_suites.py --sources FOLDER [--suite timm] [--output reports/plugin-on-suites]
 
-FOLDER holds the sources, one folder a project: for those whose source distribution has its tests, ``pip download --no-binary :all:
---no-deps timm gpytorch einops``, unpacked; for the others a checkout of their repository (kornia, tensordict, diffusers). The projects
-themselves are installed in this environment, with ``onnx`` and ``onnxruntime``.
+FOLDER holds the sources, one folder a project: ``pip download --no-binary :all: --no-deps timm gpytorch einops``,
+unpacked, and a checkout of kornia, tensordict and diffusers. The projects are installed here, with ``onnx`` and ``onnxruntime``.
 
-Each suite runs plain, then in each of three rounds with coverage and plain again, and last with every call replayed bare in half (``suite_plugins.py``). Told are
+Each suite runs plain, then in three rounds with coverage and plain, and last with every call replayed bare in half
+(``suite_plugins.py``). The report has
 
-- tests whose outcome, or text of failure, differs in a run with coverage from the plain runs, which agree with each other;
+- tests whose outcome or text of failure differs under coverage from the plain runs, which agree with each other;
 - the cells of the table that every bare call confirms: "yes" if all of its calls run in half, "no" if none does;
-- the processor time of the tests with coverage, as a ratio to the mean of the two plain runs around it: the median of the rounds;
-  and how far the plain runs lie apart.
+- the processor time with coverage over the mean of the plain runs around it (median of the rounds), and their spread.
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ def changed(plain: Sequence[dict[str, Any]], watched: Sequence[dict[str, Any]]) 
 
 
 def cells(coverage: dict[str, Any], replayed: dict[str, list[Any]]) -> dict[str, tuple[int, int, list[str]]]:
-    """By the state of a cell: how many were replayed, how many of these are confirmed, and the operators of the others."""
+    """By the state of a cell: how many were replayed, how many are confirmed, and the operators of the others."""
     found: dict[str, tuple[int, int, list[str]]] = {}
     for use in coverage["ops"]:
         support = use["support"]["float16"]

@@ -1,8 +1,8 @@
 """Training scripts as people write them, small enough for 300 steps in seconds: a loop or a Lightning module, with the
 task that it trains.
 
-:data:`SCRIPTS` has the text of each by name. Some comments are marks: the lines from ``# forward`` to ``# end`` compute the loss,
-``# optimizer`` is where the model is complete, and ``# clip`` is before gradients are clipped. :func:`rewritten` is the script as its author would write it for a precision.
+:data:`SCRIPTS` has each by name. Comments mark lines: ``# forward`` to ``# end`` compute the loss, at ``# optimizer`` the
+model is complete, ``# clip`` is before gradients are clipped. :func:`rewritten` rewrites a script for a precision.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@
 The steps of each of ``training_scripts.py`` are observed by a scan; then the script is run as it is rewritten for each
 precision:
 
-- *figures*: the losses of fp32 and of the first way of each precision are those of the script with the same seeds, and how far the weights
-  end from those of fp32 is the same;
-- *recommended*: after 300 steps, the mean of the last 30 losses of the recommended way is within the 99.5 % prediction interval of eight
-  fp32 runs with other initial weights, batches and random draws;
+- *figures*: the losses of fp32 and of the first way of each precision are those of the script with the same seeds, and
+  the weights end as far from those of fp32;
+- *recommended*: after 300 steps, the mean of the last 30 losses of the recommended way is within the 99.5 % prediction
+  interval of eight fp32 runs with other initial weights, batches and random draws;
 - *false errors*: a run with an error LP507 or LP502 whose first way ends in that interval;
 - *missed*: the first way of ``bfloat16`` passes the scan and ends outside;
 - *left*: a script made no step after those that were observed, and the files that it writes to are as they were before.

@@ -230,7 +230,7 @@ def scanned(checkout: Path, command: list[str], folder: Path, limit: float) -> d
 
 
 def steps(events: list[Any], end: float) -> dict[str, float]:
-    """Seconds by run and step, the longest first; before the first event the command starts, after the last it prints."""
+    """Seconds by run and step, the longest first; the command starts before the first event and prints after the last."""
     spent: collections.Counter[str] = collections.Counter()
     at, now = 0.0, "start"
     for moment, run, doing in [*events, [end, "", ""]]:

@@ -1,9 +1,9 @@
-"""ResNet-50 on small generated images: trained for a few steps and used in fp32 and bf16, in all the ways of this torch.
+"""ResNet-50 on small generated images: trained for a few steps, used in fp32 and bf16, in all the ways of this torch.
 
     python examples/cifar_resnet50.py                  # accuracy and milliseconds per image of each way
     lowprec-check scan examples/cifar_resnet50.py      # the checks
 
-The images have the size of CIFAR's, 3 × 32 × 32, and ten classes: a pattern for each class, and noise. Nothing is downloaded. It runs
+The images are 3 × 32 × 32, as CIFAR's, of ten classes: a pattern for each, and noise. Nothing is downloaded. It runs
 with and without Intel's extension, which needs torch 2.8; a way that is not available says why. Needs torchvision.
 """
 
@@ -27,7 +27,7 @@ _libraries: list[torch.library.Library] = []
 
 
 def import_resnet50() -> Callable[..., nn.Module]:
-    """Return torchvision's ``resnet50``, also if torchvision's compiled ops, which it does not use, are built for another torch."""
+    """Return torchvision's ``resnet50``, even if its compiled ops, which are not needed, fit another torch."""
     try:
         from torchvision.models import resnet50
     except RuntimeError as error:
@@ -66,7 +66,7 @@ def untrained() -> nn.Module:
 
 @torch.no_grad()
 def settle(network: nn.Module) -> nn.Module:
-    """Give batch norm the statistics of a batch: so few steps leave averages of weights that are gone. Returns it in eval mode."""
+    """Give batch norm the statistics of a batch: so few steps leave outdated averages. Returns it in eval mode."""
     for module in network.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.momentum = 1.0
@@ -114,7 +114,7 @@ def metric(network: Callable[[Tensor], Tensor]) -> float:
 
 
 def import_extension() -> Any:
-    """Intel's extension. Beside another torch than its own, importing it would end the process, so versions are compared first."""
+    """Intel's extension. Importing it beside another torch ends the process, so versions are compared first."""
     try:
         extension = version("intel-extension-for-pytorch")
     except PackageNotFoundError:
@@ -159,7 +159,7 @@ def traced(network: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def ways(bf16: bool) -> Iterator[tuple[str, Callable[[nn.Module, Tensor], Callable[[Tensor], Tensor]]]]:
-    """The name of each way, and how it prepares the model; those that use the extension last, since it changes the process."""
+    """The name of each way, and how it prepares the model; the extension comes last, since it changes the process."""
     dtype = torch.bfloat16 if bf16 else torch.float32
 
     def optimized(network: nn.Module, **options: Any) -> nn.Module:

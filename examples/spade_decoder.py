@@ -2,8 +2,8 @@
 
 After Park et al., "Semantic Image Synthesis with Spatially-Adaptive Normalization" (2019), in the form used by
 LivePortrait: https://github.com/intel/intel-extension-for-pytorch/issues/673. On an Intel GPU, ``.half()`` raised
-``"dot" not implemented for 'Half'`` (spectral norm divides each weight by a ``dot``), while fp16 autocast worked and was
-twice as fast as fp32. Random weights, seed 0, small enough to run in a second.
+``"dot" not implemented for 'Half'`` (spectral norm divides each weight by a ``dot``), while fp16 autocast worked and
+was twice as fast as fp32. Random weights, seed 0, small enough to run in a second.
 """
 
 import torch

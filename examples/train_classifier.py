@@ -1,6 +1,6 @@
 """Training of an image classifier with batch norm: lowprec-check scan examples/train_classifier.py --train --steps 8.
 
-The images are class patterns with noise, from a fixed seed. The loader gives (images, labels); the loss gets the labels.
+The images are class patterns with noise, from a fixed seed. The loader gives (images, labels), the loss gets labels.
 """
 
 import torch

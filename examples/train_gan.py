@@ -1,7 +1,7 @@
 """One step of a GAN with spectral norm: lowprec-check scan examples/train_gan.py --train --steps 8.
 
-Both networks take their step at once: the discriminator's loss does not reach the generator, which ``detach`` ensures, and the
-generator's loss does not reach the discriminator, whose parameters take no gradient while it judges for the generator.
+Both networks take their step at once: ``detach`` keeps the discriminator's loss from the generator, and the generator's
+loss does not reach the discriminator, whose parameters take no gradient while it judges for the generator.
 """
 
 from typing import NamedTuple

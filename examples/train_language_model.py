@@ -1,7 +1,7 @@
 """Training of a small language model: lowprec-check scan examples/train_language_model.py --train --steps 8.
 
-Fine-tuning has small updates: with a learning rate of 1e-5, bf16 weights lose nearly all of them. The average of the weights,
-with a decay of 0.999, loses even more.
+Fine-tuning has small updates: with a learning rate of 1e-5, bf16 weights lose nearly all of them. The average of the
+weights, with a decay of 0.999, loses even more.
 """
 
 import torch

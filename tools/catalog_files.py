@@ -1,4 +1,4 @@
-"""Writes the files of the catalog that :mod:`lowprec_check.catalog.versioned_file` reads; docs/catalog.md describes them."""
+"""Writes the catalog's files that :mod:`lowprec_check.catalog.versioned_file` reads; docs/catalog.md describes them."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class MeasuredSweep(NamedTuple):
     def save(self, folder: Path) -> list[Path]:
         """Write the records and the times to the files of the device; an earlier sweep of the same build is replaced.
 
-        Returns the two paths. Raises :class:`UsageError` if the earlier sweep has more operators or a file cannot be written, and
-        :class:`CatalogError` if the existing files cannot be read.
+        Returns the two paths. Raises :class:`UsageError` if the earlier sweep has more operators or a file cannot be
+        written, and :class:`CatalogError` if the existing files cannot be read.
         """
         machine = f"{self.header.device}-{self.header.capability.replace('_', '')}"
         path, build = folder / f"measured-{machine}.jsonl", self.header.build

@@ -1,4 +1,4 @@
-"""The whole catalog as a document, reports/op-support.html: counts by build, history, missing operators, gains and losses.
+"""The whole catalog as reports/op-support.html: counts by build, history, missing operators, gains and losses.
 
 ``python tools/committed_reports.py`` writes it.
 """
@@ -25,7 +25,7 @@ _WORDS: dict[State | None, str] = {"all": "yes", "some": "in part", "none": "no"
 
 
 def catalog_document() -> Document:
-    """Counts by version; on a page every operator that fails somewhere; missing, gained and lost ones; the slowest and the least accurate."""
+    """Counts by version; on a page all operators that fail; missing, gained, lost, slowest and least accurate ones."""
     title = "Operators of torch in half and bfloat16"
     blocks: list[Block] = [
         Say(title, role="title"),

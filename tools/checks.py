@@ -1,8 +1,8 @@
-"""Runs what CI runs: lint, format, import contracts and types; if they pass, all tests. Prints how long each phase took.
+"""Runs what CI runs: lint, format, import contracts and types, then all tests. Prints how long each phase took.
 
-``python tools/checks.py`` runs everything. ``python tools/checks.py --quick [FOLDER]`` is for use while you edit: the static checks, the tests
-of one folder (``engine/trace``) except those that scan or start a process, and three scans with the real command. Use the Python of the
-environment that has the extra ``test``.
+``python tools/checks.py`` runs everything. ``python tools/checks.py --quick [FOLDER]`` is for use while you edit: the
+static checks, the tests of one folder (``engine/trace``) except those that scan or start a process, and three scans
+with the real command. Use the Python of the environment that has the extra ``test``.
 """
 
 from __future__ import annotations

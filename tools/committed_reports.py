@@ -1,7 +1,7 @@
 """Renders the reports in reports/ that have their data beside them, and the examples in the README.
 
-Run ``python tools/committed_reports.py``; a test checks that they are up to date. ``reports/README.md`` lists all reports, with the
-commands that measure anew.
+Run ``python tools/committed_reports.py``; a test checks that they are up to date. ``reports/README.md`` lists all
+reports, with the commands that measure anew.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Scan every example and ResNet-50 anew: ``python tools/example_scans.py [--only NAME]`` writes reports/scans and reports/training.
+"""Scan every example and ResNet-50 anew, and write reports/scans and reports/training.
 
-Each report is what the command prints. The JSON of the small scans in ``WITH_JSON`` is saved too: documents and tests use it.
+Run ``python tools/example_scans.py [--only NAME]``. Each report is what the command prints. The JSON of the small scans
+in ``WITH_JSON`` is saved too: documents and tests use it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prints how large the house is: lines, modules, the longest chain of imports, modules with one importer, helpers with one caller.
+"""Prints the size of the code: lines, modules, longest chain of imports, modules with one importer, helpers used once.
 
 ``python tools/house_figures.py [CHECKOUT]``; imports inside functions count, those for type checkers do not.
 """

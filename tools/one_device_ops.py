@@ -1,4 +1,6 @@
-"""Writes `catalog/one-device-ops.toml` and `catalog/other-layout-ops.toml` from the `native_functions.yaml` of the installed torch; needs PyYAML.
+"""Writes `one-device-ops.toml` and `other-layout-ops.toml` of `catalog/`.
+
+Reads `native_functions.yaml` of the installed torch; needs PyYAML.
 
 python -m tools.one_device_ops
 """

@@ -1,8 +1,9 @@
-"""Checks releases of torch before one of this package: by default the oldest and the newest that ``pyproject.toml`` allows.
+"""Checks torch releases before a release: by default the oldest and the newest that ``pyproject.toml`` allows.
 
-``python tools/releases.py [VERSION ...]``. For each, the package is installed in a temporary environment with that torch (a CUDA build takes
-7 GB of disk, two minutes), and the main commands are run on the examples as a user runs them. What each must print is checked; a step that
-takes more than ten minutes has failed. Prints a line for each step, and exits with 1 if one fails.
+``python tools/releases.py [VERSION ...]``. For each, the package is installed in a temporary environment with that
+torch (a CUDA build takes 7 GB of disk, two minutes), and the main commands are run on the examples as a user runs them.
+What each must print is checked; a step that takes more than ten minutes has failed. Prints a line for each step, and
+exits with 1 if one fails.
 """
 
 from __future__ import annotations

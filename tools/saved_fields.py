@@ -88,7 +88,7 @@ def _as_markdown(docstring: str) -> str:
 
 
 def described_schema(saved: type[msgspec.Struct]) -> dict[str, Any]:
-    """The JSON Schema of ``saved`` with a description of every property; raises ``KeyError`` for a field without a docstring."""
+    """The JSON Schema of ``saved``, every property described; raises ``KeyError`` for a field without a docstring."""
     found: dict[str, Any] = msgspec.json.schema(saved)
     for name, kind in structs_in(saved).items():
         texts = descriptions(kind)

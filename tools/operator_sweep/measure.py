@@ -1,4 +1,4 @@
-"""Measures one operator for the catalog: what runs, under autocast too, how accurately, how fast, and which aten ops it dispatches."""
+"""Measures one operator for the catalog: what runs, also under autocast, error, speed, aten ops that it dispatches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ENOUGH_SECONDS = 0.02
 """A call that takes this long is timed only once."""
 _UNINITIALISED = ("empty", "new_empty", "resize_")
 _UNREPEATABLE = ("linalg.lstsq", "nn.functional.fractional_max_pool")
-"""Operators whose result depends on a choice that differs between dtypes (pivots, random windows): no error is measured."""
+"""Operators whose result depends on a choice (pivots, random windows) that differs by dtype: no error is measured."""
 
 
 class DispatchedOps(FirstFailure):
@@ -53,7 +53,7 @@ class DispatchedOps(FirstFailure):
 
 
 class FullMeasurement(OperatorMeasurement):
-    """Everything that the catalog has of one operator; ``autocast`` are the dtypes that autocast supports on the device."""
+    """All that the catalog has of one operator; ``autocast`` are the dtypes that autocast supports on the device."""
 
     def __init__(
         self,

@@ -15,12 +15,12 @@ MAX_ELEMENTS = 4096
 
 
 def ulp_errors(out: Tensor, reference: Tensor, dtype: torch.dtype) -> Tensor:
-    """|out − reference| in units in the last place that ``dtype`` has at the reference; fp64, one-dimensional, on the CPU.
+    """|out − reference| in units in the last place of ``dtype`` at the reference; fp64, one-dimensional, on the CPU.
 
-    The unit is 2^(e−p+1) for 2^e ≤ |reference| < 2^(e+1) and p bits of precision. It has a lower bound, since an element may
-    be near zero because of cancellation: the unit at 2^(1−p) times the largest magnitude, and the smallest subnormal.
-    If the reference is not finite or rounds to Inf, an equal element counts 0 and any other Inf. A non-finite element
-    with a finite reference counts Inf.
+    The unit is 2^(e−p+1) for 2^e ≤ |reference| < 2^(e+1) and p bits of precision. It has a lower bound, since an
+    element may be near zero because of cancellation: the unit at 2^(1−p) times the largest magnitude, and the smallest
+    subnormal. If the reference is not finite or rounds to Inf, an equal element counts 0 and any other Inf. A
+    non-finite element with a finite reference counts Inf.
     """
     y, r = _flat(out), _flat(reference)
     if y.numel() != r.numel():

@@ -1,4 +1,4 @@
-"""The worker process of a full sweep: :mod:`lowprec_check.engine.sweep.operator_worker` with another measurement, and a header of the machine."""
+"""The worker of a full sweep: `lowprec_check.engine.sweep.operator_worker` with a full measurement and a header."""
 
 from __future__ import annotations
 

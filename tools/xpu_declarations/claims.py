@@ -1,11 +1,11 @@
 """Writes the dtypes that OpInfo claims for XPU, and the aten ops of each claim: `python claims.py OUT.json`.
 
-Run it with the torch to examine (2.8 or later, any build, plus `expecttest`); it imports nothing from lowprec-check. OpInfo
-is private to torch. A claim of `op.supported_dtypes("xpu")` is about a Python function. Its aten ops are those that the first
-samples of the function dispatch on the CPU with floating inputs of that dtype; an op that the CPU does not support is
-computed in float32. Conditions on CUDA hardware inside OpInfo evaluate as on a machine without CUDA, the same as on an XPU
-machine. The claims with CUDA hardware are stored too (`on_cuda`): a dtype that is only missing because there is no CUDA
-hardware says nothing about XPU.
+Run it with the torch to examine (2.8 or later, any build, plus `expecttest`); it imports nothing from lowprec-check.
+OpInfo is private to torch. A claim of `op.supported_dtypes("xpu")` is about a Python function. Its aten ops are those
+that the first samples of the function dispatch on the CPU with floating inputs of that dtype; an op that the CPU does
+not support is computed in float32. Conditions on CUDA hardware inside OpInfo evaluate as on a machine without CUDA, the
+same as on an XPU machine. The claims with CUDA hardware are stored too (`on_cuda`): a dtype that is only missing
+because there is no CUDA hardware says nothing about XPU.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ For each op and dtype, the first rule that applies (docs/declared-xpu.md gives t
 1. a correction (curated, with a link);
 2. *no* if the dispatch macro of the kernel does not include the dtype (`kernels.py`), for ops with their own kernel;
 3. *yes* if OpInfo, or torch-xpu-ops' additions to it, claims the dtype for a function that is this op or dispatches it;
-4. *no* if OpInfo does not claim the dtype for a function that is this op or whose only computing op is this one, and would
-   not with CUDA hardware either;
-5. the result of 3 and 4 for another variant: first one that calls the same kernel (`add_` and `add.out`), then one with the
-   same name (`huber_loss` and `huber_loss.out`).
+4. *no* if OpInfo does not claim the dtype for a function that is this op or whose only computing op is this one, and
+   would not with CUDA hardware either;
+5. the result of 3 and 4 for another variant: first one that calls the same kernel (`add_` and `add.out`), then one with
+   the same name (`huber_loss` and `huber_loss.out`).
 
 If none applies, the answer is unknown, `None`.
 """

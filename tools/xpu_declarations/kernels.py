@@ -1,8 +1,8 @@
 """The 16-bit dtypes that an XPU kernel does not support, from the dispatch macros in the C++ code of torch-xpu-ops.
 
-`AT_DISPATCH_FLOATING_TYPES(dtype, "cdist_xpu", …)` means that the kernel `cdist_xpu` supports only float and double. Only
-unsupported dtypes are reported, and only if every macro with the tag is understood and the file does not mention a 16-bit dtype
-outside such macros (`sum` branches on half before the macro).
+`AT_DISPATCH_FLOATING_TYPES(dtype, "cdist_xpu", …)` means that the kernel `cdist_xpu` supports only float and double.
+Only unsupported dtypes are reported, and only if every macro with the tag is understood and the file does not mention a
+16-bit dtype outside such macros (`sum` branches on half before the macro).
 """
 
 from __future__ import annotations
