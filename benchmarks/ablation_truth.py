@@ -279,13 +279,16 @@ def render(data: Mapping[str, Any]) -> str:
     skipped = [row for row in rows if "why" in row]
     lines = [
         *head("Shares of modules and what plain torch shows", data),
-        f"- models: {len({row['model'] for row in rows})}, runs: {len(rows)}, of which {len(skipped)} have no shares to compare",
+        f"- models: {len({row['model'] for row in rows})}, runs: {len(rows)}, "
+        f"of which {len(skipped)} have no shares to compare",
     ]
     for total in totals:
         near, best = total.near / max(1, total.shares), total.best / max(1, total.causes)
         lines += [
-            f"- {total.kind}: shares over {COUNTED} within {FAR} of the ablation: **{near:.1%}** ({total.near} of {total.shares})",
-            f"- {total.kind}: main cause is the best single module, or within {NEAR} of it: **{best:.1%}** ({total.best} of {total.causes})",
+            f"- {total.kind}: shares over {COUNTED} within {FAR} of the ablation: **{near:.1%}** "
+            f"({total.near} of {total.shares})",
+            f"- {total.kind}: main cause is the best single module, or within {NEAR} of it: **{best:.1%}** "
+            f"({total.best} of {total.causes})",
             f"- {total.kind}: named causes that their ablation disproves: **{total.disproved}**",
         ]
     far = [
@@ -306,9 +309,7 @@ def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--generated", type=int, default=200, help="number of generated models")
     parser.add_argument("--seed", type=int, default=0, help="from which models are generated")
-    parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="no longer than this; what is finished is saved"
-    )
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop then; what is finished is saved")
     options = parser.parse_args()
     torch.set_num_threads(1)  # processes that are forked cannot use a pool of threads
     chosen = [] if options.only and "generated" not in options.only else generated(options.generated, options.seed)

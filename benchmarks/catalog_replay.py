@@ -137,9 +137,11 @@ def render(data: dict[str, Any]) -> str:
     lines = [
         *head("The catalog's aten ops and bare calls", data),
         f"{sum(row['of'] for row in rows) // 2} calls of",
-        f"{len({row['op'] for row in rows})} aten ops that the samples of OpInfo dispatch in fp32, each made again alone in half and in",
+        f"{len({row['op'] for row in rows})} aten ops that the samples of OpInfo dispatch in fp32, "
+        "each made again alone in half and in",
         f"bfloat16. {len(differ)} of {len(rows) - len(unknown)} derived states differ from what the calls show;",
-        f"{len(unknown)} are not known to the catalog. Operators whose process crashed or hung: {', '.join(lost) or 'none'}.",
+        f"{len(unknown)} are not known to the catalog. "
+        f"Operators whose process crashed or hung: {', '.join(lost) or 'none'}.",
         "",
         tabulate(table, headers=["dtype", "catalog", "calls that run", "ops"], tablefmt="github"),
     ]

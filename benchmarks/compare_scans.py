@@ -84,9 +84,7 @@ def scan(checkout: Path, arguments: Sequence[str], saved: Path) -> Any:
 
 
 def scan_both(checkouts: list[Path], arguments: Sequence[str]) -> tuple[list[dict[str, Any]], list[float]]:
-    """Scan with each, again where the two found other kernels too slow to run; the results and the seconds of the last
-    scans.
-    """
+    """Scan with each, again where their slow kernels differ; the results and the seconds of the last scans."""
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(ATTEMPTS):
             results, seconds = [], []
@@ -148,9 +146,8 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     for path in dict.fromkeys([*before, *after]):
         was, now = before.get(path, MISSING), after.get(path, MISSING)
         removed = now is MISSING and any(fnmatchcase(path, pattern) for pattern in REMOVED)
-        added = was is MISSING and any(
-            fnmatchcase(path, key) and value in (..., now) for key, (value, _) in ADDED.items()
-        )
+        matches = (value in (..., now) for key, (value, _) in ADDED.items() if fnmatchcase(path, key))
+        added = was is MISSING and any(matches)
         if was != now and not removed and not added:
             line = path.rpartition("#")[0] or re.sub(r"\.\d+(?=\.|$)", "", path)
             columns[line].append(f"{path}: {was!r} → {now!r}")

@@ -1,5 +1,4 @@
-"""Fix generated models with planted faults: how many pass then, is fp32 the same bit for bit, and how long does it
-take.
+"""Fix generated models with planted faults: how many then pass, with the same bits in fp32, and how long it takes.
 
     python benchmarks/fixes.py --models 300 --seconds 3600
 
@@ -33,9 +32,7 @@ from lowprec_check.schema.options import FixOptions
 
 
 class Fault(NamedTuple):
-    """Code of ``$V``, a tensor of ``width`` × ``width``, that gives ``y``; ``$T`` is torch, ``$z`` a new name, ``$LIN``
-    a linear layer.
-    """
+    """Code of ``$V``, a square tensor, that gives ``y``; ``$T`` is torch, ``$z`` a name, ``$LIN`` a linear layer."""
 
     body: str
     init: str = ""
@@ -60,9 +57,7 @@ FAULTS: dict[str, list[Fault]] = {
         Fault("$z = $V * 0\ny = $V + $z * $T.rsqrt($z.pow(2).mean(-1, keepdim=True) + 1e-10)"),
         Fault("$z = $V.relu() * 0\ny = $V + $T.log($z + 1e-9)"),
     ],
-    "default eps": [
-        Fault("$z = $V * 0\ny = $V + F.normalize($z, dim=-1)"),
-    ],
+    "default eps": [Fault("$z = $V * 0\ny = $V + F.normalize($z, dim=-1)")],
     "overflow": [
         Fault("$z = $V * 400\ny = $z / $z.pow(2).mean(-1, keepdim=True).sqrt()"),
         Fault("$z = $V * 400\ny = $z * $T.rsqrt(($z * $z).mean(dim=-1, keepdim=True))"),
@@ -101,8 +96,10 @@ FAULTS: dict[str, list[Fault]] = {
     ],
     "in place": [Fault("$z = $V * 300\n$z *= $z\ny = $z.mean(-1, keepdim=True).sqrt() + $V")],
     "buffer": [
-        Fault("$z = $T.arange($V.shape[0], device=$V.device)[:, None] * 700.0 * self.freq.float()\ny = $V * $z.cos().repeat_interleave(2, -1).to($V.dtype)", FREQUENCIES),
-        Fault("$z = $T.arange($V.shape[0], device=$V.device)[:, None] * 700.0\n$z = ($z * self.freq.float()).sin()\ny = $V + $T.cat(($z, $z), -1).to($V.dtype)", FREQUENCIES),
+        Fault("$z = $T.arange($V.shape[0], device=$V.device)[:, None] * 700.0 * self.freq.float()\n"
+              "y = $V * $z.cos().repeat_interleave(2, -1).to($V.dtype)", FREQUENCIES),
+        Fault("$z = $T.arange($V.shape[0], device=$V.device)[:, None] * 700.0\n$z = ($z * self.freq.float()).sin()\n"
+              "y = $V + $T.cat(($z, $z), -1).to($V.dtype)", FREQUENCIES),
     ],
 }  # fmt: skip
 """By kind; ``buffer`` is planted with a blanket cast."""
@@ -300,24 +297,25 @@ def render(data: dict[str, Any]) -> str:
     total = sum(row["seconds"] for row in counted) / sum(row["scan_seconds"] for row in counted)
     lines = head("Models with planted faults, fixed", data)
     lines += [
-        f"**{len(good)} of {len(counted)} models that fail are fixed ({len(good) / len(counted):.1%})**: the plain patched model passes, and fp32 "
-        f"gives the same outputs and gradients, bit for bit. {len(rows) - len(counted)} others pass without a patch.",
+        f"**{len(good)} of {len(counted)} models that fail are fixed ({len(good) / len(counted):.1%})**: the plain "
+        "patched model passes, and fp32 gives the same outputs and gradients, bit for bit. "
+        f"{len(rows) - len(counted)} others pass without a patch.",
         "",
         f"- fp32 differs with {different} patches; {sum(row['broken'] for row in rows)} patched files do not run; "
         f"{wrong} models are said to pass and do not.",
         f"- {sum(row['good'] for row in odd)} of {len(odd)} odd files are fixed.",
-        f"- The search takes {total:.2f} times as long as the scan before it, in the median {statistics.median(ratios):.2f} times, for nine of ten "
-        f"models at most {ratios[int(0.9 * (len(ratios) - 1))]:.2f} times; {sum(ratio > 2 for ratio in ratios)} take more than twice as long. "
-        f"{statistics.mean(row['trials'] for row in counted):.1f} trials on average.",
+        f"- The search takes {total:.2f} times as long as the scan before it, in the median "
+        f"{statistics.median(ratios):.2f} times, for nine of ten models at most "
+        f"{ratios[int(0.9 * (len(ratios) - 1))]:.2f} times; {sum(ratio > 2 for ratio in ratios)} take more than "
+        f"twice as long. {statistics.mean(row['trials'] for row in counted):.1f} trials on average.",
         "",
         "| fault | models that fail | fixed |",
         "|---|---:|---:|",
     ]
     failing, fixed = (Counter(kind for row in part for kind in set(row["kinds"])) for part in (counted, good))
     lines += [f"| {kind} | {failing[kind]} | {fixed[kind]} |" for kind in FAULTS]
-    lines += [
-        f"- not fixed: {row['number']} ({row['kinds']}, {row['precision']})" for row in counted if not row["good"]
-    ]
+    bad = (row for row in counted if not row["good"])
+    lines += [f"- not fixed: {row['number']} ({row['kinds']}, {row['precision']})" for row in bad]
     return "\n".join(lines) + "\n"
 
 

@@ -1,5 +1,4 @@
-"""Kill commands at random moments, and list what they leave: processes, temporary files, shared memory, locks, lost
-rows.
+"""Kill commands at random moments, and list what they leave: processes, files, shared memory, locks, lost rows.
 
     python benchmarks/kills.py                        # 300 kills, seed 0
     python benchmarks/kills.py --kills 20 --only scan,dask --seed 7
@@ -140,7 +139,8 @@ COMMANDS = {
         "compat model.py other.py -o reports -p half -j 2 --scan-options --no-plan --engine dask"
     ),
     "pytest": Command(
-        "-p lowprec_check.pytest_plugin.hooks -p no:cacheprovider --lowprec-coverage bfloat16 --lowprec-report coverage.json -q"
+        "-p lowprec_check.pytest_plugin.hooks -p no:cacheprovider -q "
+        "--lowprec-coverage bfloat16 --lowprec-report coverage.json"
     ),
 }
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGKILL", "worker")
@@ -355,7 +355,9 @@ def described(kill: Mapping[str, Any]) -> str:
     """A kill on one line."""
     what = "SIGKILL to a worker" if kill["signal"] == "worker" else kill["signal"]
     sent = "" if kill["sent"] else " (had ended)"
-    return f"{kill['command']}, {what}{sent} at {kill['moment']:.0%}: exit {kill['exit']} after {kill['end_seconds']} s, left {kill['left'] or 'nothing'}, lost {kill['lost'] or 'nothing'}"
+    left, lost = kill["left"] or "nothing", kill["lost"] or "nothing"
+    end = f"exit {kill['exit']} after {kill['end_seconds']} s, left {left}, lost {lost}"
+    return f"{kill['command']}, {what}{sent} at {kill['moment']:.0%}: {end}"
 
 
 def render(data: Mapping[str, Any]) -> str:
@@ -365,7 +367,8 @@ def render(data: Mapping[str, Any]) -> str:
     bad = [one for one in sent if one["left"] or one["lost"]]
     lines = head("Kills, and what they leave", data)
     lines += [
-        f"{len(sent)} kills; {len(kills) - len(sent)} commands more had ended before their signal. Something was left or lost after {len(bad)}.",
+        f"{len(sent)} kills; {len(kills) - len(sent)} commands more had ended before their signal. "
+        f"Something was left or lost after {len(bad)}.",
         "",
         "| command | seconds | "
         + " | ".join(SIGNALS[:-1])

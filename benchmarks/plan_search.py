@@ -134,16 +134,18 @@ def render(data: dict[str, Any]) -> str:
     both = [(row["planned"], row["without"]) for row in data["models"]]
     medians = (statistics.median(found["trials"] for found in column) for column in zip(*both, strict=True))
     generated = data["generated"]
+    trials = (*generated["trials"], *generated["trials without"])
     lines = [
         *head("Plan search with and without predicted errors", data),
-        "first: the number of the trial that first passed. all: trials, with those that look for fewer modules. predicted: the error that the",
+        "first: the number of the trial that first passed. all: trials, with those that look for fewer modules. "
+        "predicted: the error that the",
         "error budget predicted for the plan before it was tried. proven: what the plain run then gave.",
         "",
         tabulate(table, heads, tablefmt="github", disable_numparse=True),
         "",
         "- median of all trials: {:g}, without predictions {:g}".format(*medians),
-        f"- generated models with one planted fault that need a plan: {generated['need a plan']}; trials, median and largest: "
-        "{:g} and {}, without predictions {:g} and {}".format(*generated["trials"], *generated["trials without"]),
+        f"- generated models with one planted fault that need a plan: {generated['need a plan']}; trials, "
+        "median and largest: {:g} and {}, without predictions {:g} and {}".format(*trials),
     ]
     return "\n".join(lines) + "\n"
 

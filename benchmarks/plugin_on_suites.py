@@ -3,7 +3,7 @@
     python benchmarks/plugin_on_suites.py --sources FOLDER [--suite timm] [--output reports/plugin-on-suites]
 
 FOLDER holds the sources, one folder a project: ``pip download --no-binary :all: --no-deps timm gpytorch einops``,
-unpacked, and a checkout of kornia, tensordict and diffusers. The projects are installed here, with ``onnx`` and ``onnxruntime``.
+unpacked, and a checkout of kornia, tensordict and diffusers. All are installed here, with ``onnx`` and ``onnxruntime``.
 
 Each suite runs plain, then in three rounds with coverage and plain, and last with every call replayed bare in half
 (``suite_plugins.py``). The report has
@@ -191,8 +191,8 @@ def render(data: dict[str, Any]) -> str:
         shown = {state: tuple(cell) for state, cell in found["cells"].items()}
         yes, no, some = (shown.get(state, (0, 0, [])) for state in ("all", "none", "some"))
         lines.append(
-            f"| {name} {found['version']} | {found['tests']} | {len(found['changed'])} | {yes[1]} of {yes[0]} | {no[1]} of {no[0]} "
-            f"| {some[0]} | {len(found['unknown_that_fail'])} | {found['ratio']:.2f} "
+            f"| {name} {found['version']} | {found['tests']} | {len(found['changed'])} | {yes[1]} of {yes[0]} "
+            f"| {no[1]} of {no[0]} | {some[0]} | {len(found['unknown_that_fail'])} | {found['ratio']:.2f} "
             f"| {found['plain_spread']:.2f} | {found['bytes'] / 1000:.0f} kB |"
         )
     for name, found in results.items():

@@ -56,9 +56,8 @@ def compared(name: str, dtype: str, device: str) -> dict[str, Any]:
         transformers = importlib.import_module("transformers")
         model_class = getattr(transformers, name)
         known = model_class.config_class()
-        config = model_class.config_class(
-            **{key: value for key, value in (_SMALL | ARCHITECTURES[name]).items() if hasattr(known, key)}
-        )
+        sizes = {key: value for key, value in (_SMALL | ARCHITECTURES[name]).items() if hasattr(known, key)}
+        config = model_class.config_class(**sizes)
         torch.manual_seed(0)
         model_class(config).to(getattr(torch, dtype)).save_pretrained(folder)
         try:
@@ -101,23 +100,17 @@ def render(data: dict[str, Any]) -> str:
     rows = data.get("architectures", [])
     if rows:
         good = [row for row in rows if not row.get("problem") and not row["differ"] and row["largest"] <= 1e-6]
+        heads = ["model", "saved in", "errors compared", "largest relative difference", "differs"]
+        cells = []
+        for row in rows:
+            largest = f"{row['largest']:.1e}" if "largest" in row else "–"
+            differs = "; ".join(row.get("differ", [])) or row.get("problem", "")[:200] or "nothing"
+            cells.append([row["name"], row["saved"], row.get("errors", "–"), largest, differs])
         lines += [
-            f"- equal statuses, gaps and ops, and errors to 1e-6: {len(good)} of {len(rows)} checkpoints of {len({row['name'] for row in rows})} architectures",
+            f"- equal statuses, gaps and ops, and errors to 1e-6: {len(good)} of {len(rows)} checkpoints "
+            f"of {len({row['name'] for row in rows})} architectures",
             "",
-            tabulate(
-                [
-                    [
-                        row["name"],
-                        row["saved"],
-                        row.get("errors", "–"),
-                        f"{row['largest']:.1e}" if "largest" in row else "–",
-                        "; ".join(row.get("differ", [])) or row.get("problem", "")[:200] or "nothing",
-                    ]
-                    for row in rows
-                ],
-                ["model", "saved in", "errors compared", "largest relative difference", "differs"],
-                tablefmt="github",
-            ),
+            tabulate(cells, heads, tablefmt="github"),
             "",
         ]
     return "\n".join([*lines, ""])

@@ -1,5 +1,4 @@
-"""pytest plugins of ``plugin_on_suites.py``: ``-p suite_plugins`` writes what each test did to the file in
-``SUITE_OUT``.
+"""pytest plugins of ``plugin_on_suites.py``: ``-p suite_plugins`` writes what each test did to file ``SUITE_OUT``.
 
 With ``SUITE_MODE=replay``, every distinct call of an operator is also run bare in half, outside of this package: its
 floating arguments are cast, and the op of torch is called on them. That is the truth which the cells of the coverage
@@ -54,9 +53,7 @@ class Outcomes:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Measure a test with its fixtures and the hooks of other plugins; what it draws, and prints if it fails, is
-        equal in all runs.
-        """
+        """Measure a test with its fixtures and other plugins' hooks; what it draws and prints is equal in all runs."""
         torch.manual_seed(0)
         started = time.process_time()
         with self.mode or contextlib.nullcontext():

@@ -1,8 +1,7 @@
-"""Training scripts as people write them, small enough for 300 steps in seconds: a loop or a Lightning module, with the
-task that it trains.
+"""Training scripts as people write them, 300 steps in seconds: a loop or a Lightning module, with its task.
 
-:data:`SCRIPTS` has each by name. Comments mark lines: ``# forward`` to ``# end`` compute the loss, at ``# optimizer`` the
-model is complete, ``# clip`` is before gradients are clipped. :func:`rewritten` rewrites a script for a precision.
+:data:`SCRIPTS` has each by name. Comments mark lines: ``# forward`` to ``# end`` compute the loss, at ``# optimizer``
+the model is complete, ``# clip`` is before gradients are clipped. :func:`rewritten` rewrites a script for a precision.
 """
 
 from __future__ import annotations
@@ -64,7 +63,8 @@ def make_data(): return Images()
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.conv, self.norm, self.head = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.Linear(16, 4)
+        self.conv, self.norm = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
+        self.head = nn.Linear(16, 4)
     def forward(self, x): return self.head(F.relu(self.norm(self.conv(x))).mean((2, 3)))
 def make_model(): return Net()
 criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
@@ -90,7 +90,8 @@ class LanguageModel(nn.Module):
         return self.head(self.block(hidden, src_mask=mask))
 def make_model(): return LanguageModel()
 """,
-        "ids = batch[0]\nlogits = model(ids[:, :-1])\nloss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())",
+        "ids = batch[0]\nlogits = model(ids[:, :-1])\n"
+        "loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())",
     ),
 }
 
@@ -209,7 +210,8 @@ class Module(L.LightningModule):
 
 if __name__ == "__main__":
     L.seed_everything(0)
-    trainer = L.Trainer(max_epochs=1000, accelerator="cpu", devices=1, enable_progress_bar=False, enable_model_summary=False, MORE)
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False}
+    trainer = L.Trainer(max_epochs=1000, accelerator="cpu", devices=1, **quiet, MORE)
     trainer.fit(Module(), DataLoader(make_data(), batch_size=32, shuffle=True))
 """,
 }
@@ -227,8 +229,7 @@ _DTYPES = {"bf16": "torch.bfloat16", "bfloat16": "torch.bfloat16", "fp16": "torc
 
 
 def rewritten(text: str, precision: str, scale: float | None = None) -> str:
-    """The script for ``precision``: with the switch of its framework, else autocast around the lines that compute the
-    loss, or casts.
+    """The script for ``precision``: its framework's switch, else autocast around the lines of the loss, or casts.
 
     ``scale`` is the initial scale of a ``GradScaler``, which needs a loop of the script's own.
     """
@@ -291,8 +292,7 @@ class Done(BaseException):
 
 
 def train(text: str, steps: int, draws: bool) -> tuple[list[float], list[Tensor]]:
-    """Run a script for so many steps of all its optimizers: the loss of each step, and copies of their parameters, at
-    first and at last.
+    """Run a script for ``steps`` of all its optimizers: the loss of each step, and the first and last parameters.
 
     Losses of several ``backward()`` for a step are added up. With ``draws``, each step has the seed that a scan gives
     it. The run ends early after a loss that is not finite.

@@ -86,9 +86,7 @@ def flat(tensors: list[Any]) -> Tensor:
 def run_script(
     text: str, draws: bool, seed: int, steps: int, precision: str = "fp32", way: str = "plain", scale: float = 65536.0
 ) -> Trained:
-    """Run the script, which ``draws`` random numbers; raises :class:`NotWrittenError` for a way that its framework has
-    not.
-    """
+    """Run the script, which ``draws`` numbers; raises :class:`NotWrittenError` if its framework lacks the way."""
     if way != "plain" and ("loss.backward()" not in text or "scale" not in way or "master" in way):
         raise NotWrittenError(way)
     text = rewritten(text, precision, scale if "scale" in way else None)
@@ -169,10 +167,7 @@ def compare(name: str) -> dict[str, Any]:
     setup, best = result.training, result.recommendation
     assert setup is not None, [(run.status, run.exception, run.notes) for run in result.runs]
     seconds = time.monotonic() - started
-    row: dict[str, Any] = {
-        "scan_seconds": round(seconds, 1),
-        "varied": setup.varied,
-    }
+    row: dict[str, Any] = {"scan_seconds": round(seconds, 1), "varied": setup.varied}
     assert setup.script, "its steps were not observed"
     log = Path("steps.log")
     made = len(log.read_text(encoding="utf-8").splitlines()) if log.exists() else None
@@ -278,13 +273,16 @@ def totals(data: dict[str, Any]) -> list[str]:
         f"- scripts: {len(rows)} of {data['total']}, {len(data['problems'])} failed",
         f"- left in the step that was asked for, with all files as they were: {sum(left)} of {len(left)}",
         f"- losses equal those of the script: {sum(cell['losses'] for cell in cells)} of {len(cells)} runs",
-        f"- distances of the weights equal those of the script: {sum(cell['distance'] for cell in distances)} of {len(distances)}",
-        f"- **recommended way inside the interval of eight seeds after {LONG} steps: {sum(each['inside'] for each in advised)} of "
-        f"{len(advised)}** (between the smallest and the largest of them: {sum(each['in_range'] for each in advised)}; fp32 from seed 0: "
-        f"{sum(row['fp32']['inside'] for row in rows)} of {len(rows)} inside, {sum(row['fp32']['in_range'] for row in rows)} between)",
+        "- distances of the weights equal those of the script: "
+        f"{sum(cell['distance'] for cell in distances)} of {len(distances)}",
+        f"- **recommended way inside the interval of eight seeds after {LONG} steps: "
+        f"{sum(each['inside'] for each in advised)} of {len(advised)}** (between the smallest and the largest of them: "
+        f"{sum(each['in_range'] for each in advised)}; fp32 from seed 0: {sum(row['fp32']['inside'] for row in rows)} "
+        f"of {len(rows)} inside, {sum(row['fp32']['in_range'] for row in rows)} between)",
         f"- **false errors LP507 and LP502: {len(false)}**, of {len(errors)} errors in {runs} runs"
         + "".join(f"; {name} {found['precision']} ({', '.join(found['codes'])})" for name, found in false),
-        f"- `bfloat16` as it is passes the scan and ends outside: {sum(not each['inside'] for each in passed)} of {len(passed)}",
+        "- `bfloat16` as it is passes the scan and ends outside: "
+        f"{sum(not each['inside'] for each in passed)} of {len(passed)}",
     ]
 
 
@@ -293,7 +291,8 @@ def render(data: dict[str, Any]) -> str:
     return "\n".join(
         [
             *head("Scans of training scripts against the scripts", data),
-            f"Scans of {SHORT} steps; the mean of the last {LAST} losses after {LONG} steps, against the 99.5 % prediction interval of eight fp32 runs",
+            f"Scans of {SHORT} steps; the mean of the last {LAST} losses after {LONG} steps, "
+            "against the 99.5 % prediction interval of eight fp32 runs",
             "with other initial weights, batches and random draws.",
             "",
             *totals(data),

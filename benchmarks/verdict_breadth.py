@@ -356,10 +356,7 @@ def transformers_inputs(name: str, model: Any) -> dict[str, Any]:
         return {"input_ids": tokens(), "attention_mask": (torch.arange(32) < 20).long().expand(2, 32)}
     if name == "t5":
         return {"input_ids": tokens(), "decoder_input_ids": tokens(8)}
-    made: dict[str, Tensor] = {
-        "input_ids": tokens(),
-        "pixel_values": noise(1, 3, 64, 64),
-    }
+    made: dict[str, Tensor] = {"input_ids": tokens(), "pixel_values": noise(1, 3, 64, 64)}
     return {model.main_input_name: made[model.main_input_name]}
 
 

@@ -98,7 +98,8 @@ model = target.model.to(device)
 wait = getattr(torch, device).synchronize
 
 def call(model, dtype, autocast):
-    cast = lambda value: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() and not autocast else value
+    casts = lambda value: isinstance(value, torch.Tensor) and value.is_floating_point() and not autocast
+    cast = lambda value: value.to(dtype) if casts(value) else value
     given, named = torch.utils._pytree.tree_map(cast, (args, kwargs))
     with torch.no_grad(), torch.autocast(device, dtype=dtype if autocast else torch.bfloat16, enabled=autocast):
         model(*given, **named)
@@ -230,7 +231,7 @@ def scanned(checkout: Path, command: list[str], folder: Path, limit: float) -> d
 
 
 def steps(events: list[Any], end: float) -> dict[str, float]:
-    """Seconds by run and step, the longest first; the command starts before the first event and prints after the last."""
+    """Seconds by run and step, the longest first; it starts before the first event and prints after the last."""
     spent: collections.Counter[str] = collections.Counter()
     at, now = 0.0, "start"
     for moment, run, doing in [*events, [end, "", ""]]:
