@@ -1,4 +1,4 @@
-"""Small models of many kinds, whose error budget must be exact: each is a function that makes the model and its input."""
+"""Small models of many kinds, whose error budget must be exact: each is a function that makes a model and its input."""
 
 from __future__ import annotations
 

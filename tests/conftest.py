@@ -22,7 +22,7 @@ if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     # the models of torchvision ten times as slow.
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // int(workers)))
 
-# Kernels are compiled in the process that asks: a pool of processes to compile in imports torch, in each worker that compiles.
+# Kernels are compiled in the process that asks: with a pool of compile processes, each of them imports torch.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 # What the tests expect holds for the CPU, and scans would choose the GPU of the machine.
@@ -41,7 +41,7 @@ from lowprec_check.schema.scan_result import ScanResult
 
 pytest_plugins = ["pytester"]
 
-# An example may take any time: the machine may be busy. All machines draw the same ones, so a failure is that of the change.
+# An example may take any time: the machine may be busy. All machines draw the same ones: a failure is the change's.
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("same everywhere", settings.get_profile("explore"), derandomize=True)
 settings.load_profile("same everywhere")
@@ -72,7 +72,7 @@ PROCESS_FIXTURES = ("browser", "pytester")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With ``--no-scans``, skip a test at the moment at which it starts a process or a scan: no list of them can be out of date."""
+    """With ``--no-scans``, skip a test when it starts a process or a scan: there is no list to keep up to date."""
     if not config.getoption(NO_SCANS):
         return
 
@@ -110,7 +110,7 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Register:
 
 @pytest.fixture(autouse=True)
 def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times are taken in as few rounds and calls as possible, in this process and its forks: tests do not depend on how exact they are.
+    """Measure times in few rounds and calls, in this process and its forks: tests do not depend on exact times.
 
     They are nine tenths of the scan of a small model otherwise, and more where other programs use the cores.
     """
@@ -149,7 +149,7 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty folder as the current one. What is imported from it is forgotten, as is what other tests imported from theirs."""
+    """An empty folder as the current one. Imports from it, and from those of other tests, are forgotten."""
 
     def forget() -> None:
         for name, module in list(sys.modules.items()):
@@ -218,7 +218,7 @@ SharedScan = Callable[..., Scanned]
 
 @pytest.fixture
 def shared_scan(call: Call, tmp_path_factory: pytest.TempPathFactory) -> SharedScan:
-    """Scan with the command once for all tests, also of other workers: ``shared_scan(path)``, which may have options behind it.
+    """Scan with the command once for all tests, also of other workers: ``shared_scan(path)``, with options if needed.
 
     For tests that only read what it found. A test of how a scan is run scans itself.
     """
@@ -250,7 +250,7 @@ def call_process(*arguments: str | Path, **options: Any) -> subprocess.Completed
 
 
 HEARS_SIGNALS = "import signal as s; s.signal(s.SIGINT, s.default_int_handler); s.signal(s.SIGHUP, s.SIG_DFL)\n"
-"""The first line of a program that a test sends signals: those that are ignored where tests run in the background are ignored in it too."""
+"""The first line of a program that a test sends signals: a shell's background jobs ignore some of them."""
 
 INSTALLED = bool(importlib.metadata.entry_points(group="pytest11", name="lowprec"))
 PLUGIN = "lowprec" if INSTALLED else "lowprec_check.pytest_plugin.hooks"

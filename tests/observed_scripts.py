@@ -376,7 +376,7 @@ MIXED = {
     "    loss = sum(F.cross_entropy(model(each), y) for each in (x, 1 - x, 2 * x, -x))\n",
     "dropout and random numbers": "loss = F.cross_entropy(F.dropout(model(x + torch.rand_like(x)), 0.5), y)\n",
 }
-"""How the loss of a step is computed; scans compute it otherwise or draw other numbers, so only the first step is made again."""
+"""How the loss of a step is computed. Scans differ or draw other numbers, so only the first step is made again."""
 
 SCRIPTS["the official example of a GAN"] = """
 netG, netD = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.LeakyReLU(), nn.Linear(8, 1), nn.Sigmoid())

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 LIMIT = 20_000
 """Bytes of a file under the limit of file sizes."""
 NO_BYTECODE = {"PYTHONDONTWRITEBYTECODE": "1"}
-"""Needed under such a limit: Python before 3.12.8 keeps what it could write of a compiled module (gh-126606), and later imports fail."""
+"""Needed under such a limit: Python before 3.12.8 keeps a partly written .pyc (gh-126606), and later imports fail."""
 
 
 class Ended(NamedTuple):
@@ -26,8 +26,8 @@ class Ended(NamedTuple):
 
 
 def run_command(how: str, arguments: list[str], folder: Path) -> Ended:
-    """Run the command in ``folder``: ``plain``; in ``ascii``; with standard output ``closed``, ``full``, ``read-only``, or ``gone``
-    with its reader; under a ``limit`` of file sizes; or ``nowhere``, in a folder that was removed.
+    """Run the command in ``folder``: ``plain``; in ``ascii``; with standard output ``closed``, ``full``, ``read-only``,
+    or ``gone`` with its reader; under a ``limit`` of file sizes; or ``nowhere``, in a folder that was removed.
     """
     options: dict[str, Any] = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE}
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

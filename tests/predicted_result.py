@@ -1,4 +1,4 @@
-"""A predicted result that every format is made from: each status that a prediction can have, known and assumed ops, fallbacks."""
+"""A predicted result for tests of every format: each status of a prediction, known and assumed ops, fallbacks."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def run(precision: str, status: str = "ok", rel_l2: float | None = None, **more:
 
 
 def latency(median: float, speedup: float | None = None, spread: float = 0.05) -> Latency:
-    """The times of a run, in rounds with fp32 if it is ``speedup`` times as fast; ``spread`` is that of the interval."""
+    """The times of a run, in rounds with fp32 if there is a ``speedup``; ``spread`` is that of the interval."""
     ratio = None
     if speedup is not None:
         ratio = Speedup(median=speedup, low=speedup * (1 - spread), high=speedup * (1 + spread), rounds=15)

@@ -43,7 +43,7 @@ def a_way(name: str = "plain", status: str = "ok", **more: Any) -> TrainingWay:
 
 
 def a_trained(precision: str, *ways: TrainingWay, calls: list[OpCall] | None = None, **more: Any) -> Run:
-    """A run with these ways, whose status is that of the first; ``more`` are fields of :class:`TrainingRun`, or of :class:`Run`."""
+    """A run with these ways, its status the first one's; ``more`` are fields of :class:`TrainingRun` or `Run`."""
     ways = ways or (a_way(),)
     of_run = {name: value for name, value in more.items() if name in Run.__struct_fields__}
     of_training = {name: value for name, value in more.items() if name not in of_run}

@@ -1,4 +1,4 @@
-"""The result of a scan with ``--train`` that every format is made from: each way to train, gradients, updates, a loss scale.
+"""A result of a scan with ``--train`` for tests of every format: each way to train, gradients, updates, a loss scale.
 
 ``training_result(text)`` puts ``text`` wherever a user's model, file or exception could put a string.
 """

@@ -1,4 +1,4 @@
-"""Ablations of failing runs: which modules are blamed, and that the figures are those of a plain model with these in fp32."""
+"""Ablations of failing runs: which modules are blamed, and whether a plain model with these in fp32 agrees."""
 
 from __future__ import annotations
 

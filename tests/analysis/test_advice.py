@@ -1,4 +1,4 @@
-"""Advice fits the scan: reasons name the exception, help names no dtype or precision that fails here, counts have a total."""
+"""Advice fits the scan: reasons name the exception, help names no failing dtype or precision, counts have a total."""
 
 from __future__ import annotations
 

@@ -196,8 +196,8 @@ def test_findings_that_rest_on_times_fail_only_without_a_baseline(with_baseline:
 
 
 def test_findings_say_whether_they_rest_on_times() -> None:
-    """Of an op that is too slow, of a run over its budget, and of the further inputs that there was time for; not of one that crashes,
-    and not of an exception.
+    """Of an op that is too slow, of a run over its budget, and of the further inputs that there was time for; not of a
+    crash, and not of an exception.
     """
     assert [code for code, rule in rules().items() if rule.timed] == ["LP106", "LP307"]
     slow = OpCall(op="a.slow.default", time_ms=190.0, reference_ms=1.0)

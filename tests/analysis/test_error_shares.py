@@ -1,4 +1,4 @@
-"""What follows from an error budget: severities, causes that reports name, the op to look at first. Results made by hand."""
+"""What follows from an error budget: severities, causes in reports, the op to look at first. Results made by hand."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ SEVERITIES: tuple[Severity, ...] = ("note", "warning", "error")
 
 
 def exit_code(result: ScanResult, fail_on: str, with_baseline: bool) -> int:
-    """As the manual says it: 1 if nothing passes, or for a new finding of that severity, unless it rests on times and there is a baseline."""
+    """The manual's rule: 1 if nothing passes or for a new finding of that severity (with a baseline: not from times)."""
     if fail_on == "never":
         return 0
     worst = max(

@@ -1,4 +1,4 @@
-"""Findings of several runs: one sentence only if it is true of each, with ranges; the cause of most of the error comes first."""
+"""Findings of several runs: one sentence only if true of each, with ranges; the cause of most of the error is first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every diagnostic's manual page ends with what to do and an example, which is executed: the finding, and then its absence."""
+"""Every diagnostic's manual page ends with what to do and an example; it runs with the finding, then without it."""
 
 from __future__ import annotations
 

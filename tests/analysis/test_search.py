@@ -266,7 +266,7 @@ def test_no_smaller_set_reaches_the_goal(data: st.DataObject) -> None:
 
 
 def additive(shares: Mapping[str, float], wrong_by: float = 1.0) -> tuple[ModuleTree, Trials, Suspects]:
-    """A base with an error of 1 that adds up from ``shares``; kept modules leave ``wrong_by`` times what this predicts."""
+    """A base with an error of 1, the sum of ``shares``; kept modules leave ``wrong_by`` times what this predicts."""
     tree = stack(12)
 
     def run(keep: Keep) -> Verdict:
@@ -341,7 +341,7 @@ def test_predictions_that_are_wrong_still_give_a_set_from_which_nothing_can_retu
 
 @pytest.mark.parametrize("wrong_by", [0.5, 0.75, 1.0, 1.5, 2.0])
 def test_predictions_lead_to_sets_as_small_in_fewer_trials(wrong_by: float) -> None:
-    """On average: either way, the set is one of those from which nothing can return, not always the smallest of them."""
+    """On average: either way, no module of the set can return, though the set is not always the smallest."""
     draw = random.Random(0)
     leaves, trials = [0, 0], [0, 0]
     for _ in range(50):

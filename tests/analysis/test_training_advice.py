@@ -1,4 +1,4 @@
-"""Findings about training, and the recommended way to train: each fires on its case and not beside it; the code trains as it says."""
+"""Findings about training and the recommended way: each fires on its case only; the code trains as it says."""
 
 from __future__ import annotations
 

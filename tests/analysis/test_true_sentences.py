@@ -1,4 +1,4 @@
-"""Statements of generated results: figures are those of the saved JSON, and merging runs or rounding never makes one false."""
+"""Statements of generated results: figures are those of the saved JSON; merging or rounding never makes one false."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def saved_figures(kind: str, saved: Mapping[str, Any], runs: Mapping[str, Any]) 
 
 
 def saved_share(saved: Mapping[str, Any], figures: Mapping[str, Any], number: str) -> float:
-    """The share of the module of this number: with all below it, without those that the statement names by themselves."""
+    """The share of the module of this number: with all below it, except those that the statement names."""
     if f"module{number}" not in figures:
         return abs(float(saved["budget"]["unexplained"]))
     shares = {its["module"]: its["share"] for its in saved["budget"]["shares"]}

@@ -1,4 +1,4 @@
-"""LP206: constants that are zero in fp16, found without an input that shows it. What each op does with them is observed here."""
+"""LP206: constants that are zero in fp16, found without an input that shows it, and what each op does with them."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ MEMORY = (4, 8, 4, 8)
 
 
 def ways(speeds: list[float], noise: list[float], width: float) -> list[Run]:
-    """The runs of the four precisions, as measured with an error of ``noise`` and an interval of ``width`` to each side."""
+    """The runs of the four precisions, measured with an error of ``noise`` and an interval of ± ``width``."""
     found = [
         timed(name, true * wrong, true * wrong * (1 - width), true * wrong * (1 + width), memory, error)
         for name, true, wrong, memory, error in zip(NAMES, speeds, noise, MEMORY, ERRORS, strict=True)

@@ -1,4 +1,4 @@
-"""The autocast policies of CUDA and XPU: the header that ships with torch, the stored releases, and what torch registers."""
+"""The autocast policies of CUDA and XPU: torch's header, the stored releases, and what torch registers."""
 
 from __future__ import annotations
 

@@ -438,7 +438,7 @@ def test_declarations_for_xpu_are_consistent(release: str) -> None:
 
 
 def test_declarations_for_xpu_agree_with_cuda() -> None:
-    """Most claims for XPU are copies of those for CUDA. The differences to measurements on CUDA were checked by hand."""
+    """Most claims for XPU copy those for CUDA. The differences from measurements on CUDA were checked by hand."""
     cuda, file = measured.sweep_of("cuda", "2.11"), declared.load("xpu", "2.11")
     better, worse = set(), set()
     for op in cuda.records:

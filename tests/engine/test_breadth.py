@@ -16,13 +16,13 @@ from lowprec_check.engine.model.zoo import import_torchvision
 
 pytestmark = pytest.mark.slow
 
-# The smallest of each file of torchvision, and of each kind of block in a file: with and without bottleneck or groups, fused or not.
+# The smallest of each file of torchvision, and of each kind of block: with or without bottleneck, groups, fusion.
 FAMILIES = (
     "alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "efficientnet_v2_s", "googlenet", "inception_v3", "maxvit_t",
     "mnasnet0_5", "mobilenet_v2", "mobilenet_v3_small", "regnet_x_400mf", "regnet_y_400mf", "resnet18", "resnet50",
     "resnext50_32x4d", "shufflenet_v2_x0_5", "squeezenet1_1", "swin_t", "swin_v2_t", "vgg11", "vit_b_32",
 )  # fmt: skip
-# Convolutions with and without batch norm, by channel and with gates, concatenated, shuffled; layer norm; global and shifted attention.
+# Convolutions: without batch norm, depthwise, gated, concatenated, shuffled; layer norm; global and shifted attention.
 KINDS = (
     "resnet18", "squeezenet1_1", "mobilenet_v3_small", "densenet121", "shufflenet_v2_x0_5", "convnext_tiny", "vit_b_32", "swin_v2_t",
 )  # fmt: skip

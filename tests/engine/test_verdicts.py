@@ -1104,7 +1104,7 @@ def test_an_ablation_is_not_made_again_as_a_trial(tmp_path: Path) -> None:
 
 
 class SetsUp(Wrapped):
-    """Half has no kernel for it; its first call in fp32 takes ``seconds`` longer. Each call in fp32 is written to ``calls``."""
+    """Half has no kernel for it; its first fp32 call takes ``seconds`` more. Each fp32 call is written to ``calls``."""
 
     def __init__(self, calls: Path, seconds: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How long a scan takes: what is hopelessly slow is called once, what the device accelerates is first, and nothing is imported in vain."""
+"""How long a scan takes: very slow runs are called once, accelerated ones come first, nothing is imported in vain."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_what_is_accelerated_runs_first_and_is_shown_in_the_usual_order(
 
 
 class OnOneCore(nn.Module):
-    """A layer that takes ``seconds`` in 16 bits, and dies in half if ``dies``; the start and end of each such call are in ``log``."""
+    """A layer that takes ``seconds`` in 16 bits, logs each such call's start and end, and dies in half if ``dies``."""
 
     def __init__(self, log: Path, *, dies: bool = False) -> None:
         super().__init__()
@@ -447,7 +447,7 @@ def test_progress_shows_the_trials_of_a_search() -> None:
 
 
 class SlowOps(nn.Module):
-    """A product that bf16 computes within the tolerance, and which fails in half if ``raises``; each call takes a while."""
+    """A product that is within the tolerance in bf16, and fails in half if ``raises``; each call takes a while."""
 
     def __init__(self, *, raises: bool = False) -> None:
         super().__init__()
@@ -501,7 +501,7 @@ def test_the_compiler_is_reset_only_if_it_compiled(monkeypatch: pytest.MonkeyPat
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the command does not fork")
 def test_the_command_does_not_import_torch(tmp_path: Path) -> None:
-    """The process that loads the model does, and this one would be slower by that time where it starts a fresh interpreter."""
+    """The process that loads the model does; the import would delay this one where it starts a fresh interpreter."""
     (tmp_path / "tiny.py").write_text("import torch\nmodel, inputs = torch.nn.Linear(2, 2).eval(), torch.ones(1, 2)\n")
     program = textwrap.dedent("""
         import sys

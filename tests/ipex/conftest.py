@@ -1,4 +1,4 @@
-"""Tests with Intel's extension, in an environment of its own (CONTRIBUTING.md); skipped in others, where importing it ends the process."""
+"""Tests with Intel's extension in its own environment (CONTRIBUTING.md); in others, importing it ends the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The optimizers of Intel's extension as ways to train, against torch's own and against loops as Intel documents them."""
+"""The optimizers of Intel's extension as ways to train, against torch's and against loops as Intel documents them."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def floods(send: SendBytes) -> None:
 
 
 def writes_into_the_pipe(send: SendBytes) -> None:
-    """As a model may that writes to all descriptors; what looks like a length is that of a message which never arrives."""
+    """As a model may that writes to all descriptors; its bytes look like the length of a message that never arrives."""
     send(b"1")
     os.write(send._connection.fileno(), b"\0\0\xff\xffgarbage")  # type: ignore[attr-defined]
     time.sleep(600)

@@ -1,7 +1,7 @@
 """Continuous integration: the action, the workflows in docs/ci.md and the hook of pre-commit, run as GitHub runs them.
 
-Each script runs in a scratch repository as actions/checkout leaves it for a pull request. Where the scan itself does not matter, a
-program that notes its arguments takes the place of Python.
+Each script runs in a scratch repository as actions/checkout leaves it for a pull request. Where the scan itself does
+not matter, a program that notes its arguments takes the place of Python.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The example that trains ResNet-50 and uses it in several ways: each has the accuracy of fp32, or says why it is not available."""
+"""The ResNet-50 example: each way has the accuracy of fp32 after training, or says why it is not available."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ GUIDES = [path for path in ROOT.glob("docs/*.md") if path.name not in make_refer
 
 @pytest.mark.parametrize("document", [ROOT / "README.md", *GUIDES], ids=lambda path: path.name)
 def test_measured_figures_name_the_report_that_has_them(document: Path) -> None:
-    """A section whose table has measured figures links to a committed report; what explains a format or a limit is no measurement."""
+    """A section whose table has measured figures links to a committed report; formats and limits are not measured."""
     explained = {"Times, and what is worth it"}  # the words that stand for figures
     sections = re.split(r"^##+ ", document.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
     assert sections

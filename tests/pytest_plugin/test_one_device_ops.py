@@ -1,4 +1,4 @@
-"""Ops that only one type of device has: on another device they are not gaps, and what it dispatches instead is shown."""
+"""Ops of one type of device: on another device they are not gaps, and what it dispatches instead is shown."""
 
 from __future__ import annotations
 

@@ -365,7 +365,7 @@ def test_what_a_test_skips_in_part_stays(project: pytest.Pytester, monkeypatch: 
 
 
 def test_reruns_are_incomplete(suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As pytest-rerunfailures runs tests again: the report that failed is logged as ``rerun``, and the teardown's is not."""
+    """As pytest-rerunfailures does: the report that failed is logged as ``rerun``, and that of the teardown is not."""
     rerun = """
 from _pytest.runner import runtestprotocol
 

@@ -290,8 +290,8 @@ def test_autocast(suite: pytest.Pytester) -> None:
 
 
 def test_functions_that_dispatch_what_other_functions_dispatch_too(project: pytest.Pytester) -> None:
-    """No gap, as plain PyTorch shows: autocast casts the inputs of ``solve`` to fp32, though ``solve_ex`` fails; ``lstm`` dispatches other
-    ops in 16 bits; ``sqrt_`` is left alone, though a loss in fp32 calls it.
+    """No gap, as plain PyTorch shows: autocast casts the inputs of ``solve`` to fp32, though ``solve_ex`` fails;
+    ``lstm`` dispatches other ops in 16 bits; ``sqrt_`` is left alone, though a loss in fp32 calls it.
     """
     code = (
         "torch.linalg.solve(torch.eye(3), torch.ones(3, 1)); torch.nn.LSTM(4, 4)(torch.ones(3, 2, 4)); "

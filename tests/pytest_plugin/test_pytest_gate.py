@@ -1,4 +1,4 @@
-"""The gate of ``--lowprec-coverage``: new gaps fail a run, the saved file, GitHub, JUnit, and ops of shared fixtures."""
+"""The gate of ``--lowprec-coverage``: new gaps fail a run; the saved file, GitHub, JUnit, ops of shared fixtures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A suite under coverage behaves as without it: while torch traces, in inference mode, and in tracebacks of every style."""
+"""A suite under coverage behaves as without it: while torch traces, in inference mode, in tracebacks of all styles."""
 
 from __future__ import annotations
 

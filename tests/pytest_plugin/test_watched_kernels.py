@@ -1,4 +1,4 @@
-"""A suite under coverage behaves as without it where Python code chooses the kernel: higher-order ops, custom ops, nested tensors."""
+"""A suite under coverage behaves as without it if Python chooses kernels: higher-order, custom ops, nested tensors."""
 
 from __future__ import annotations
 

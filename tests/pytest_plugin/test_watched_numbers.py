@@ -45,7 +45,7 @@ CALLS: list[Callable[[], Any]] = [
 
 
 class EveryCall(TorchDispatchMode):
-    """Notes the dtypes of the tensors that each op was called with, or, if none of them is floating or complex, of its results."""
+    """Notes the dtypes of each op's tensor arguments or, if none is floating or complex, of its results."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The reports on the whole catalog, in Markdown and as reports/op-support.html: the history of each operator, counts, what was gained."""
+"""The catalog's reports, in Markdown and as reports/op-support.html: history of each operator, counts, gains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages: blocks as HTML, the tables that only pages have, and charts; in a real browser without errors and without network."""
+"""Pages: blocks as HTML, tables that only pages have, charts; in a real browser without errors and network."""
 
 from __future__ import annotations
 

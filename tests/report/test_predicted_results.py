@@ -1,4 +1,4 @@
-"""A predicted result never passes for a measured one: it cannot hold times, and every format says that it is predicted."""
+"""A predicted result never looks measured: it cannot hold times, and every format says that it is predicted."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def prediction_in_brief(result: ScanResult) -> str:
 
 
 def shown_parts(result: ScanResult, format: str) -> str:
-    """What a format says of the result, without what it says of the tool: scripts, styles and the manual of the rules."""
+    """What a format shows of the result, without the tool's parts: scripts, styles and the manual of the rules."""
     shown = render(result, format)
     if format == "html":
         shown = re.sub(r"(?s)<details[^>]*><summary>What LP\d+ means.*?</details>", "", shown)

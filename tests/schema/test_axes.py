@@ -1,4 +1,4 @@
-"""A precision, a backend, a report format and a way to train from another package work everywhere, as CONTRIBUTING.md says."""
+"""A precision, backend, report format or way to train from another package works everywhere (CONTRIBUTING.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Precisions with 8 bits, as another package may register them: each part of this package handles them, or refuses them in a sentence."""
+"""8-bit precisions registered by another package: each part of this one supports them, or says that it does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A quantity of op calls is declared once: a field of ``OpCall``, from which files, documentation, tables and page are derived."""
+"""A quantity of op calls is declared once, as a field of ``OpCall``: files, docs, tables and page derive from it."""
 
 from __future__ import annotations
 

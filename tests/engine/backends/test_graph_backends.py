@@ -1,4 +1,4 @@
-"""OpenVINO, ONNX Runtime and torchao's configs: each row is what the library gives by itself, and what a graph cannot do is refused."""
+"""OpenVINO, ONNX Runtime and torchao's configs: each row is the library's result; what a graph cannot do fails."""
 
 from __future__ import annotations
 
@@ -446,8 +446,8 @@ class WithoutWeight(nn.Linear):
 
 
 class OddCalls(nn.Module):
-    """Passes arguments of layers by name, computes gradients, draws random numbers, and has layers that torchao leaves alone or that are
-    not called.
+    """Passes arguments of layers by name, computes gradients, draws random numbers, and has layers that torchao leaves
+    alone or that are not called.
     """
 
     def __init__(self) -> None:

@@ -64,7 +64,7 @@ inputs = torch.randn(4, 8)
 
 
 def lines_in(files: list[str], then: Any) -> Any:
-    """What ``then(frame)`` returns in a call through functions of these files, the first of which calls the second, and so on."""
+    """What ``then(frame)`` returns in a call through functions of these files, each of which calls the next."""
     function = then
     for file in reversed(files):
         names: dict[str, Any] = {"inner": function, "sys": sys}

@@ -23,7 +23,7 @@ FILES = ("engine/core/devices.py", "engine/machine.py")
 
 
 def device_module_calls() -> set[str]:
-    """The attributes of device modules that these files use: of a variable ``module``, ``module_of(…)``, ``torch.xpu``."""
+    """The attributes of device modules that these files use: of ``module``, ``module_of(…)``, ``torch.xpu``."""
     found = set()
     for file in FILES:
         for node in ast.walk(ast.parse((ROOT / "lowprec_check" / file).read_text(encoding="utf-8"))):

@@ -1,4 +1,4 @@
-"""Every way in: scripts, packages, data loaders, arrays, weights, zoos, wrapped and lazy models; and the code printed for each."""
+"""All kinds of targets: scripts, packages, loaders, arrays, weights, zoos, wrapped and lazy models; their code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which model of a file or script is scanned: calls that are part of making one, such as dry runs, are not its first call."""
+"""Which model of a file or script is scanned: calls that make the model, such as dry runs, are not its first call."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ HYBRIDS = [
     *("vitamin_large2_224", "vitamin_large_256", "vitamin_large2_256", "vitamin_large_336", "vitamin_large2_336"),
     *("vitamin_large_384", "vitamin_large2_384", "vitamin_xlarge_256", "vitamin_xlarge_336", "vitamin_xlarge_384"),
 ]
-"""Models of timm whose builders call a part to learn the shape of its output: all of timm 1.0.31. Builders of diffusers 0.42 call none."""
+"""All models of timm 1.0.31 whose builders call a part to learn its output shape; those of diffusers 0.42 call none."""
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The training step of a script is observed as it happens: the same batches, losses and weights as when the script is run."""
+"""A script's training step is observed as it happens: the same batches, losses and weights as without the tool."""
 
 from __future__ import annotations
 

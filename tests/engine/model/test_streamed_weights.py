@@ -94,7 +94,7 @@ def test_outputs_are_equal(cast: Callable[[nn.Module], nn.Module], tmp_path: Pat
 
 @pytest.fixture
 def uploads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """As if the processor were an accelerator that holds little at a time; the first bytes of the parts that are read."""
+    """The first bytes of the parts that are read, as if the processor were an accelerator with little memory."""
     make, read, begins = torch.empty, Saved.read, list[int]()
 
     def unpinned(*shape: Any, pin_memory: bool = False, **options: Any) -> Tensor:

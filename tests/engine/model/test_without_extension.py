@@ -1,4 +1,4 @@
-"""Scripts written for Intel's extension, scanned as stock PyTorch runs them: installed or not, the extension is left out."""
+"""Scripts written for Intel's extension, scanned as stock PyTorch runs them, whether it is installed or not."""
 
 from __future__ import annotations
 

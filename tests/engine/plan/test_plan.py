@@ -694,8 +694,8 @@ def test_an_applied_plan_compiles_in_one_graph(base: str, mlp: nn.Module) -> Non
 
 @pytest.fixture
 def process_group(tmp_path: Path) -> Iterator[torch.distributed.ProcessGroup]:
-    """A group of this process alone. The fixture must outlive the models: if DDP's reducer frees the group, it holds the
-    GIL while it waits for threads that may need it."""
+    """A group of this process alone. It must outlive the models: DDP's reducer holds the GIL while it frees the group
+    and waits for threads that may need it."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     group = torch.distributed.group.WORLD
     assert group is not None

@@ -34,8 +34,8 @@ INT8 = BACKENDS.get("int8")
 needs_torchao = pytest.mark.skipif(libraries.library() != "torchao", reason="needs a torchao that fits this torch")
 
 OF_KERNELS = 1e-2 if torch.cpu._is_vnni_supported() else 0.1
-"""What compiled kernels may differ by from the graph: they may add in another order, and round to another integer. Without VNNI their
-sums may saturate: 0.015 was seen with AVX2."""
+"""How far compiled kernels may be from the graph: they may add in another order, and round to another integer. Without
+VNNI their sums may saturate: 0.015 was seen with AVX2."""
 
 
 class ConvNet(nn.Module):

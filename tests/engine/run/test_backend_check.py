@@ -438,7 +438,7 @@ def test_graph_breaks_are_counted_in_the_table() -> None:
 
 
 def test_fp32_may_have_the_error_of_tf32_where_a_device_rounds_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """cuDNN does so by default: eager mode and a compiler, which choose other kernels, differ by 1e-3, and both are right."""
+    """cuDNN does so by default: eager mode and a compiler choose other kernels and differ by 1e-3; both are right."""
     cuda, convolution, product = torch.device("cuda"), "aten.convolution.default", "aten.addmm.default"
     for allowed in ((True, False), (False, True), (False, False)):
         with monkeypatch.context() as settings:

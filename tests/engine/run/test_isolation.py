@@ -140,7 +140,7 @@ def write(folder: Path, code: str) -> Path:
 
 
 UNTIMED = ("--times", "off")
-"""Where an interpreter is started for each run or call: taking times starts as many again; tests/engine/run/test_rounds.py does it."""
+"""For tests that start an interpreter for each run; times need as many again (tests/engine/run/test_rounds.py)."""
 
 
 def scanned(call: Call, folder: Path, code: str, *options: str) -> ScanResult:

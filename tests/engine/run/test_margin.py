@@ -1,4 +1,4 @@
-"""The margin of a run that passes: on how many further inputs it passes too, how near its tolerance it comes, and what follows from it."""
+"""The margin of a run that passes: how many further inputs pass, how near the tolerance it comes, what follows."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def binomial(number: int, of: int, share: float) -> float:
 def test_the_interval_holds_the_share_although_more_are_tried_only_if_needed(
     first: int, most: int, calm: float
 ) -> None:
-    """Of the inputs that pass, a part ``calm`` is not near the tolerance: if all of the first are, no more are tried."""
+    """A share ``calm`` of passing inputs is not near the tolerance: if all of the first are, no more are tried."""
     early, late = failing_share(0, first), [failing_share(k, most, looks=2) for k in range(most + 1)]
     for percent in range(1, 1000, 7):
         share = percent / 1000

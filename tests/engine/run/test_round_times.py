@@ -177,7 +177,7 @@ def test_rounds_are_timed_as_long_as_time_is_left_and_longer_if_they_are_noisy(
 
 
 def test_a_ratio_that_cannot_be_told_gets_enough_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three rounds of 2 s are more than the 4 s that rounds may take, and their ratios, from 0.8 to 1.6, tell nothing."""
+    """Three rounds of 2 s are more than the 4 s that rounds may take, and ratios from 0.8 to 1.6 decide nothing."""
     for fastest, count in ((0.8, ENOUGH), (1.58, FEW)):
         schedule, found = RoundSchedule(2, seconds=4), 0
         monkeypatch.setattr(system, "monotonic", lambda schedule=schedule: schedule.number * 2)
@@ -258,7 +258,7 @@ def test_runs_of_the_same_rounds_are_compared_with_each_other() -> None:
 
 
 def test_runs_are_compared_on_one_core_only_with_each_other() -> None:
-    """The second run was disturbed in all rounds: the first is compared on one core too, where its ratio is another one."""
+    """The second run was disturbed in all rounds: the first is compared on one core too, where its ratio differs."""
     schedule = RoundSchedule(3, seconds=60)
     for number in range(6):
         for row, (seconds, alone, waited) in enumerate(((1.0, 2.0, 0.0), (0.5, 1.8, 0.0), (9.0, 1.0, 0.5))):

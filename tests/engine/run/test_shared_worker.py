@@ -1,4 +1,4 @@
-"""One worker for all runs of a scan: each row is what a process of its own would give, whatever the rows before it did."""
+"""One worker for all runs of a scan: each row is what a process of its own would give, whatever ran before it."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ DEADLY = {
 }
 
 SMALL_INPUTS = {"spade_decoder": ("1x64x4x4",)}
-"""Shapes for the example with convolutions, which take seconds in half precision where the processor has no arithmetic for it."""
+"""Shapes for the example with convolutions, which are slow in half on a processor without arithmetic for it."""
 
 
 def source_of(folder: Path, line: str) -> TargetSource:

@@ -1,4 +1,4 @@
-"""The stand-in for a device that is not here: what it computes, refuses and casts, and that its process does nothing else."""
+"""The stand-in for a missing device: what it computes, refuses and casts, and that its process does nothing else."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ MIXED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("op", MIXED)
 def test_half_and_bfloat16_together_give_fp32(op: str) -> None:
-    """Seen on an H200 in a recurrent layer under autocast-bf16, which CUDA runs in half: the sum with its input is in fp32."""
+    """Seen on an H200 in a recurrent layer under autocast-bf16, run by CUDA in half: the sum with its input is fp32."""
     one, other = X.half(), X.bfloat16()
     assert torch.equal(emulated("cuda", lambda: MIXED[op](one, other)), MIXED[op](one.float(), other.float()))
 
@@ -395,7 +395,7 @@ def test_the_message_about_a_transform_has_its_sizes() -> None:
 
 
 def test_torchvision_finds_overlapping_boxes_as_on_a_gpu() -> None:
-    """For many boxes, one by one for each class on a CPU, and all at once on a GPU; RetinaNet's output in half rests on it."""
+    """For many boxes: class by class on a CPU, all at once on a GPU. RetinaNet's output in half depends on it."""
     try:
         boxes = import_torchvision().ops.boxes
     except UsageError:
@@ -423,7 +423,7 @@ def test_a_sparse_product_is_not_looked_up_as_a_dense_one() -> None:
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_a_kernel_for_sparse_matrices_that_only_a_cpu_lacks_is_assumed_to_run() -> None:
-    """Some CPUs' libraries have none for CSR in 16 bits; CUDA's has (SparseBlasImpl dispatches on half and bfloat16)."""
+    """Some CPU libraries have none for CSR in 16 bits; CUDA's has (SparseBlasImpl dispatches half and bfloat16)."""
     sparse = torch.eye(8).to_sparse_csr()
     found = predicted(Calls(lambda x: sparse.to(x.dtype) @ x), X, precisions="half").run("half")
     assert (found.status, found.gaps) == ("ok", [])

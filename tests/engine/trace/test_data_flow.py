@@ -55,7 +55,7 @@ DOWNSAMPLED = BODY | {(MODEL_INPUT, "conv1"), (MODEL_INPUT, "downsample"), ("dow
 
 
 class PreNorm(nn.Module):
-    """A pre-norm transformer block whose heads are views of one projection, with a key cache that is written slice by slice."""
+    """A pre-norm transformer block whose heads are views of one projection, with a key cache written in slices."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Error budgets of runs: shares, predictions and reasons, compared with measured errors and with ablations of the plain model."""
+"""Error budgets: shares, predictions and reasons, compared with measured errors and ablations of the plain model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KINDS = [
     for name in MODELS
 ]
 NONLINEAR = {("spectral and weight norm", "bfloat16"): 0.07}
-"""What the first order does not explain, where it is more than 0.02: each step of a power iteration divides by a norm."""
+"""What the first order does not explain, if over 0.02: each step of a power iteration divides by a norm."""
 
 
 def budget_of(model: nn.Module, x: Any, precision: str, **more: Any) -> ErrorBudget:
@@ -413,7 +413,7 @@ def test_shares_add_up_where_errors_cancel_and_the_first_order_predicts_too_much
 
 
 class Picks(nn.Module):
-    """The output is what an index chose; many values are nearly equal, so that the indices differ from those of fp32."""
+    """The output is what an index chose; many values are nearly equal, so the indices differ from those of fp32."""
 
     def __init__(self, pick: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -565,7 +565,7 @@ def test_a_budget_that_does_not_fit_into_memory_is_left_out(monkeypatch: pytest.
 
 
 def test_random_numbers_of_the_run_are_those_of_its_reference() -> None:
-    """A model that draws differs from fp32 by its draws, so its budget is about the reference, which has the same ones."""
+    """A model that draws differs from fp32 by its draws, so its budget compares with a reference of the same draws."""
     model = Returns(lambda y: y + torch.randn_like(y))
     for precision in LOW:
         budget = budget_of(model, inputs(), precision)

@@ -32,7 +32,7 @@ WAITS = ("item", "cpu", "__bool__", "__float__", "__int__", "nonzero")
 
 
 def count_waits(patch: pytest.MonkeyPatch) -> Iterator[int]:
-    """A counter that each call moves on that would wait for an accelerator. A list would be restored with the model's state."""
+    """A counter of calls that would wait for an accelerator. A list would be restored with the model's state."""
     counter = itertools.count()
 
     def counting(function: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Inf, NaN and zeros are blamed if they reach the output: where each comes from, and what it does alone, against plain torch."""
+"""Inf, NaN and zeros are blamed if they reach the output: their origin and their effect alone, against plain torch."""
 
 from __future__ import annotations
 

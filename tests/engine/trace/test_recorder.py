@@ -1,4 +1,4 @@
-"""Properties of the instrumented part, on generated models: it changes no output, finds all gaps, and restores state."""
+"""Properties of the instrumented run, on generated models: it changes no output, finds all gaps, restores state."""
 
 from __future__ import annotations
 

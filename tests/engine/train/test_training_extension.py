@@ -1,4 +1,4 @@
-"""The job that trains with Intel's extension, without it: what a worker does when the extension fails. ``tests/ipex`` runs it."""
+"""The job that trains with Intel's extension, without it: what happens if it fails. ``tests/ipex`` runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Properties of scans of training, on generated models with planted faults; each figure is checked by a loop without the tool."""
+"""Properties of training scans, on generated models with planted faults; a loop without the tool checks each figure."""
 
 from __future__ import annotations
 
