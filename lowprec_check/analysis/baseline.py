@@ -40,9 +40,7 @@ class Baseline(Struct, frozen=True, kw_only=True):
 
     schema: int = SCHEMA
     findings: list[Entry]
-    """Without a default, so that another file with a schema number is not taken for a baseline, and
-    overwritten.
-    """
+    """Without a default: another file with a schema number must not pass for a baseline."""
 
     @property
     def fingerprints(self) -> set[str]:
@@ -129,9 +127,7 @@ def baseline_of(result: ScanResult, known: Baseline | None = None) -> Baseline:
 
 
 def _looked_for(entry: Entry, result: ScanResult) -> bool:
-    """Whether the scan is of the target of the finding, ran its precision to its end, and selected
-    its code.
-    """
+    """Whether this scan had the entry's target, completed its precision and selected its code."""
     key = (entry.precision, entry.backend, entry.memory_format)
     if entry.target not in (None, _without_machine(result.target)):
         return False

@@ -12,9 +12,7 @@ DECISIVE = 5
 
 
 def error_with_same_choices(run: Run) -> float | None:
-    """The error of the output that is left with the choices of fp32, if choices decide that the run
-    fails; else ``None``.
-    """
+    """The error left with fp32's choices, if choices decide that the run fails; else ``None``."""
     error, in_lockstep = run.output_error, run.lockstep_error.distance if run.lockstep_error else None
     about_another_run = not run.is_eager or run.failed_call or run.compared_module or not run.complete
     if run.status != "inaccurate" or about_another_run or error is None or in_lockstep is None:

@@ -1,6 +1,4 @@
-"""What follows from the runs of a scan: the recommendation, the diagnostics, and whether
-``--fail-on`` fails it.
-"""
+"""What follows from the runs of a scan: recommendation, diagnostics, and whether it fails."""
 
 from __future__ import annotations
 
@@ -50,9 +48,7 @@ def wanted_runs(result: ScanResult) -> list[RunKey]:
 
 
 def as_wanted(result: ScanResult, runs: Sequence[Run]) -> list[Run]:
-    """``runs`` of ``result`` in the order of :func:`wanted_runs`, whatever the order in which they
-    were made; a plan is last.
-    """
+    """``runs`` in the order of :func:`wanted_runs`, whatever ran first; a plan is last."""
     order = {key: place for place, key in enumerate(wanted_runs(result))}
     return sorted(runs, key=lambda run: order.get(run.key, len(order)))
 
@@ -73,9 +69,7 @@ def conclude_early(result: ScanResult, reason: str = "the scan ended early") -> 
 
 
 def without_early_times(result: ScanResult) -> ScanResult:
-    """``result`` without times of calls that were not yet taken in rounds: what else the machine
-    did may have slowed them down.
-    """
+    """``result`` without times not yet taken in rounds, which a busy machine may have raised."""
     if result.timing_conditions is not None:
         return result
     return msgspec.structs.replace(result, runs=[msgspec.structs.replace(run, latency_ms=None) for run in result.runs])

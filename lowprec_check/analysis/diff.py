@@ -35,9 +35,7 @@ ratio of two ratios by 20.
 """
 
 MEMORY_FACTOR, PROCESS_FACTOR = 1.05, 1.15
-"""The memory of tensors is counted, and allocators differ by a few per cent; that of processes is
-measured, and varies more.
-"""
+"""Counted memory of tensors differs by a few per cent; measured memory of processes by more."""
 
 _ERROR_FLOOR = 1e-7
 """Errors below fp32's own rounding carry no information."""
@@ -184,9 +182,7 @@ def _changes(before: Run, after: Run, old: ScanResult, new: ScanResult) -> Itera
 
 
 def _training(before: Run, after: Run) -> Iterator[ScanChange]:
-    """How far the weights end from those of fp32, what rounding loses of their updates, and whether
-    other ways to train pass.
-    """
+    """Changes of the weights' distance from fp32, of lost updates, and of ways that pass."""
     if before.training is None or after.training is None:
         return
     was, is_now = first_way(before), first_way(after)
@@ -220,9 +216,7 @@ def _training(before: Run, after: Run) -> Iterator[ScanChange]:
 
 
 def _elsewhere(before: Run, after: Run) -> Iterator[ScanChange]:
-    """Whether a run that passes on the inputs of the scan passes on further ones, of which one scan
-    may have tried more.
-    """
+    """Whether a passing run also passes on further inputs, of which one scan may have more."""
     failed, fails = passes_but(before), passes_but(after)
     if (failed is None) == (fails is None):
         return
@@ -240,9 +234,7 @@ def _elsewhere(before: Run, after: Run) -> Iterator[ScanChange]:
 
 
 def _gaps(before: Run, after: Run) -> Iterator[ScanChange]:
-    """New and fixed failures of ops, one change per op; matched by file and module without indices,
-    since lines may move.
-    """
+    """New and fixed failures, a change per op; matched without lines and indices, which move."""
     was, is_now = (
         {(gap.op, gap.kind, gap.phase, stable_path(gap.module), file_of(gap.source)): gap for gap in failing_gaps(run)}
         for run in (before, after)

@@ -1,6 +1,4 @@
-"""Which ops, modules and lines cause the error of a run's output, and which modules an ablation
-keeps in fp32.
-"""
+"""Which ops, modules and lines cause the error of a run, and what an ablation keeps in fp32."""
 
 from __future__ import annotations
 
@@ -15,9 +13,7 @@ from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.statements import Sentence, say
 
 TRUSTED = 0.5
-"""The first order names causes only if what it does not explain is at most this part of the squared
-error.
-"""
+"""The largest unexplained part of the squared error with which the first order names causes."""
 
 BETWEEN = "rounding between modules"
 """How the rounding of results is named that stays whichever submodule is kept in fp32: in a cast
@@ -28,14 +24,10 @@ CAST_INPUT = "cast input"
 """What stands for the op in the share of rounding the inputs."""
 
 CANCELS = 0.1
-"""The least part by which the squared error grows with a module in fp32 whose error is said to
-cancel that of others.
-"""
+"""A module in fp32 that raises the squared error by this part cancels errors of others."""
 
 CHANCE = 2.0
-"""A share that no plain run has shown is told if it is at least so many times the spread of its
-budget.
-"""
+"""A derived share counts if it is at least this many times the spread of its budget."""
 
 Place = tuple[str, str, str | None]
 """Module, op and line."""
@@ -59,9 +51,7 @@ class PartShare(NamedTuple):
 
 
 def fails_by_error(run: Run) -> bool:
-    """Whether its output is too far from fp32's; of a run without a kernel, the output with the
-    kernel replaced.
-    """
+    """Whether its output is too far from fp32's, with missing kernels replaced."""
     if run.status in ("inaccurate", "nonfinite"):
         return True
     return run.status not in ("ok", "unjudged", "skipped") and is_over_tolerance(run)
@@ -110,9 +100,7 @@ def place_shares(run: Run) -> dict[Place, Share]:
 
 
 def leaving_shares(run: Run) -> dict[Place, float]:
-    """The share of rounding the results of each op where they leave its module: part of
-    :data:`BETWEEN`.
-    """
+    """The share of rounding results where they leave their module: part of :data:`BETWEEN`."""
     found: dict[Place, float] = {}
     calls = run.op_calls
     for module, op, source, leaving in zip(calls.module, calls.op, calls.source, calls.leaving, strict=True):
@@ -122,9 +110,7 @@ def leaving_shares(run: Run) -> dict[Place, float]:
 
 
 def share_sentence(own: float, leaving: float) -> Sentence:
-    """What :func:`place_shares` and :func:`leaving_shares` say of an op, of which at least one
-    matters.
-    """
+    """An op's :func:`place_shares` and :func:`leaving_shares` in words; at least one matters."""
     if abs(leaving) < MATTERS:
         return say("its share of the output error is about {share:share}", share=own)
     if own < MATTERS:
@@ -134,17 +120,13 @@ def share_sentence(own: float, leaving: float) -> Sentence:
 
 
 def module_shares(run: Run) -> list[PartShare]:
-    """A share per module, submodules apart, the largest first. They add up: what goes with any of
-    several modules counts for one.
-    """
+    """The share of each module without submodules, the largest first; they add up."""
     listed = run.budget.shares if run.budget else []
     return _parts((BETWEEN if share.rounding and not share.module else share.module, share) for share in listed)
 
 
 def line_shares(run: Run) -> list[PartShare]:
-    """A share per line of the user's code, the largest first; ops without a known line are left
-    out.
-    """
+    """The share of each line of the user's code, the largest first."""
     return _parts((place.source, place) for place in place_shares(run).values() if place.source is not None)
 
 
@@ -249,9 +231,7 @@ def _ranked(run: Run, tried: Mapping[str, ModuleShare]) -> list[tuple[PartShare,
 
 
 def cancelling(run: Run) -> str | None:
-    """The module that cancels the most of the error of others: with it in fp32 the error is clearly
-    larger. ``None`` if there is none.
-    """
+    """The module that cancels most of the others' error, clearly; ``None`` if there is none."""
     budget = run.budget or ErrorBudget()
     found = min(budget.modules, key=lambda its: its.told, default=None)
     if found is None or found.measured is not None:
@@ -267,9 +247,7 @@ MOST = 3
 """As many modules as reports name."""
 
 LEAST_SHARE = 0.2
-"""Smaller shares of the squared error change the error itself by less than a tenth, about as much
-as other roundings do.
-"""
+"""A smaller share of the squared error changes the error by less than a tenth."""
 
 UNCHANGED = 0.9
 """The part of the error from which on it is said to be left as it was."""
@@ -314,9 +292,7 @@ def blamed_modules(run: Run) -> BlamedModules | None:
 
 
 def _first_over_tolerance(run: Run) -> OpCall | None:
-    """The first op call whose output is over the tolerance; ``None`` if the budget names a cause,
-    or an Inf or NaN reaches the output.
-    """
+    """The first op call over the tolerance; ``None`` if the budget or an Inf or NaN explains it."""
     shares, leaving = place_shares(run), leaving_shares(run)
     rows = list(run.op_calls.rows())
     known = (shares[row.place].share + leaving.get(row.place, 0.0) for row in rows if row.place in shares)
@@ -341,9 +317,7 @@ def _outermost(paths: Iterable[str]) -> tuple[str, ...]:
 
 
 def is_confirmed(run: Run) -> bool:
-    """Whether keeping the blamed modules in fp32 made the output finite, or at least halved its
-    error.
-    """
+    """Whether fp32 for the blamed modules made the output finite, or at least halved its error."""
     found, before = run.ablation, run.rel_l2
     return found is not None and found.rel_l2 is not None and (before is None or found.rel_l2 <= before / 2)
 
@@ -362,9 +336,7 @@ def is_disproved(run: Run) -> bool:
 
 
 def error_beside(run: Run) -> float:
-    """The largest error of a tensor of the output that the budget is not about; infinite if it is
-    not known.
-    """
+    """The largest error of another output than the budget's; infinite if it is not known."""
     if run.budget is None:
         return 0.0
     return math.inf if run.budget.next_error is None else run.budget.next_error

@@ -1,6 +1,4 @@
-"""Findings for people: those of one code about one op are a group, whose sentences are true of
-every run they name.
-"""
+"""Findings for people, grouped by code and op; a sentence is true of every run it names."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ CHOICES = "LP304"
 """The code of choices that differ from fp32's."""
 
 MOST = 0.5
-"""If at least this share of the error comes from choices, what else is found is an effect of them,
-or small beside them.
-"""
+"""From this share of the error on, other findings are effects of choices, or small."""
 
 
 class Message(NamedTuple):
@@ -61,9 +57,7 @@ class FindingPlace(NamedTuple):
 
 
 class FindingGroup(NamedTuple):
-    """Findings with the same code and severity about the same op, over runs, modules and lines.
-    Nothing is escaped.
-    """
+    """Findings of one code and severity about one op, over runs and places. Not escaped."""
 
     code: str
     name: str
@@ -111,9 +105,7 @@ class FindingGroup(NamedTuple):
         return self._said(with_advice=False)
 
     def _said(self, *, with_advice: bool) -> str:
-        """The messages, each with its runs if there are several; where these are the same, with its
-        modules.
-        """
+        """The messages, each with its runs, or with its modules where the runs are the same."""
         same = len({tuple(its.runs) for its in self.messages}) == 1
         said = []
         for its in self.messages:
@@ -128,9 +120,7 @@ class FindingGroup(NamedTuple):
 
 
 def groups(diagnostics: Iterable[Diagnostic]) -> list[FindingGroup]:
-    """The findings that the baseline does not accept, the most severe first, then those that cause
-    most of an output's error.
-    """
+    """Findings that the baseline does not accept, by :func:`rank`."""
     merged: dict[tuple[object, ...], list[Diagnostic]] = {}
     for d in diagnostics:
         if not d.accepted:
@@ -139,9 +129,7 @@ def groups(diagnostics: Iterable[Diagnostic]) -> list[FindingGroup]:
 
 
 def rank(group: FindingGroup) -> tuple[object, ...]:
-    """Choices that cause most of the error, by which all else follows; then by severity, the effect
-    on the output, and code.
-    """
+    """Choices that cause most of the error first; then severity, effect on the output, code."""
     share = 1.0 if group.share is None else group.share
     decides = group.code == CHOICES and group.matters and share >= MOST
     return not decides, SEVERITIES.index(group.severity), -share if group.matters else 0.0, group.code
@@ -220,9 +208,7 @@ def folded(found: Iterable[FindingGroup]) -> str:
 
 
 def tally(diagnostics: Sequence[Diagnostic]) -> str:
-    """``12 findings: 8 errors, 4 notes``; findings that the baseline accepts are counted
-    separately.
-    """
+    """``12 findings: 8 errors, 4 notes``; those that the baseline accepts are counted apart."""
     reported = [d for d in diagnostics if not d.accepted]
     counts = [(severity, sum(d.severity == severity for d in reported)) for severity in SEVERITIES]
     shown = ", ".join(counted(number, severity) for severity, number in counts if number)

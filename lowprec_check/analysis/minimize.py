@@ -36,14 +36,10 @@ MARGIN = 0.9
 """A set is proposed if its predicted error is at most this part of the tolerance."""
 
 MISSED = 2.0
-"""If the measured error is this many times the predicted one, the run is analyzed: the first
-failure hid others.
-"""
+"""A measured error of this many times the predicted one calls for another analysis."""
 
 CONFIRMED = 8
-"""Kept modules that are tried in low precision, each alone, even if they are predicted to be needed
-by a wide margin.
-"""
+"""Kept modules tried alone in low precision, even if clearly predicted to be needed."""
 
 WIDE = 2.0
 """Such a margin: the predicted error without the module is at least this many times the tolerance."""
@@ -181,9 +177,7 @@ class _Search:
         return SearchResult(best, False, tuple(self._untried(best or ())))
 
     def passes(self, keep: Iterable[str]) -> bool:
-        """Whether the base passes with ``keep`` in fp32; notes the error that is predicted for it
-        without guesses.
-        """
+        """Whether the base passes with ``keep`` in fp32; records the unguessed prediction."""
         normalized = self.tree.normalized(keep)
         if self.prediction is not None and not self.guessed and normalized not in self.trials.verdicts:
             self.trials.predicted[normalized] = self.prediction.error(normalized)
@@ -277,9 +271,7 @@ class _Search:
             self.prediction.settle(normalized, error)
 
     def _growing(self, certain: list[str], suspects: Suspects) -> Iterator[list[str]]:
-        """The certain ones plus the likeliest module, plus its counterparts, plus two, four, … such
-        groups, plus all.
-        """
+        """The certain ones plus the likeliest module, its counterparts, 2, 4, … groups, all."""
         known = set(certain)
         likely = (path for path in suspects.likely if path in self.tree.types and path not in known)
         ordered = list(self.tree.by_role(likely).values())
@@ -369,9 +361,7 @@ class _Search:
         return chunk
 
     def _untried(self, items: Sequence[str]) -> list[str]:
-        """The modules that were not tried in low precision, each alone; those that fail for certain
-        last, then the largest share.
-        """
+        """Modules not tried alone in low precision: by share, those sure to fail last."""
         prediction, all_kept = self.prediction, frozenset(items)
         shares = {path: prediction.removed(path) if prediction is not None else 0.0 for path in items}
         alike = (keep for keep in self.trials.verdicts if len(keep) == len(all_kept) - 1)

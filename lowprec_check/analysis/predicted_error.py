@@ -15,9 +15,7 @@ from typing import NamedTuple
 from lowprec_check.schema.module_paths import is_inside, module_around, paths_above
 
 LARGEST_STEP = 100.0
-"""If no set reaches the goal, one is proposed that lowers what sets can remove of the squared error
-by this factor.
-"""
+"""Without a set that reaches the goal, one must lower the removable squared error so far."""
 
 Keep = tuple[str, ...]
 """Paths of modules kept in fp32, none inside another, in the model's order."""
@@ -30,9 +28,7 @@ class ModuleTree:
     """The modules that are called, by path, below the model itself (``""``)."""
 
     def __init__(self, types: Mapping[str, str]) -> None:
-        """``types``: path to type name of every called module but the root, parents before
-        children.
-        """
+        """``types``: type name by path of each called submodule, parents first."""
         self.types = dict(types)
         self._order = {path: index for index, path in enumerate(types)}
         self._children: dict[str, list[str]] = {}
@@ -63,9 +59,7 @@ class ModuleTree:
         return found
 
     def without(self, keep: Iterable[str], module: str) -> list[str]:
-        """``keep`` without ``module``: of the modules around it, all others that are called
-        directly below.
-        """
+        """``keep`` without ``module``; modules around it become their other children."""
         found: list[str] = []
         pending = list(keep)
         while pending:
@@ -96,9 +90,7 @@ class ModuleTree:
         return groups
 
     def role(self, path: str) -> Role:
-        """What a module has in common with its counterparts in a stack: its path without indices,
-        and its type.
-        """
+        """What counterparts in a stack share: the path without indices, and the type."""
         return ".".join("*" if part.isdigit() else part for part in path.split(".")), self.types[path]
 
 
@@ -114,9 +106,7 @@ class Causes(NamedTuple):
 
 
 class PredictedError:
-    """Predicts the error of the output for a set of modules in fp32, and learns from what is
-    measured.
-    """
+    """Predicts the output's error with modules in fp32, and learns from measured errors."""
 
     def __init__(self, tree: ModuleTree, causes: Causes, kept: Keep = ()) -> None:
         """``causes`` are those of a run with ``kept`` in fp32."""
@@ -126,9 +116,7 @@ class PredictedError:
         self.learn_causes(causes, kept)
 
     def learn_causes(self, causes: Causes, kept: Keep) -> None:
-        """Replace what is known of modules outside ``kept`` by the causes of a run with these in
-        fp32.
-        """
+        """Replace the parts outside ``kept`` by the causes of a run with these in fp32."""
         around = frozenset(kept)
         self._parts = {path: part for path, part in self._parts.items() if module_around(path, around) is not None}
         self._fixed = 0.0
@@ -141,15 +129,11 @@ class PredictedError:
                 self._parts[path] = self._parts.get(path, 0.0) + part
 
     def settle(self, keep: Keep, error: float) -> None:
-        """Predict ``error``, which was measured, for ``keep``; other sets differ from it by the
-        parts that they remove.
-        """
+        """Predict the measured ``error`` for ``keep``, and other sets relative to it."""
         self._fixed += error**2 - self._square(keep)
 
     def scale(self, predicted: float, measured: float) -> None:
-        """Scale further predictions by the ratio of an error that was measured to the predicted
-        one.
-        """
+        """Scale further predictions by the ratio of a measured to its predicted error."""
         ratio = (measured / predicted) ** 2
         self._parts = {path: part * ratio for path, part in self._parts.items()}
         self._fixed *= ratio
@@ -184,9 +168,7 @@ class PredictedError:
         return self._tree.normalized([*kept, *chosen.paths])
 
     def _best_sets(self, kept: Keep) -> list[_Set]:
-        """The sets that remove the most for each number of leaves, the empty one first, by dynamic
-        programming up the tree.
-        """
+        """The best set for each number of leaves, the empty one first (dynamic programming)."""
         around, free = frozenset(kept), self._tree.leaves(kept)
         inside: dict[str, list[str]] = defaultdict(list)
         """The modules directly below that have a part, or something below them has."""

@@ -1,6 +1,4 @@
-"""The recommendation: the best run that passed, whether it is worth it, and why the others were not
-chosen.
-"""
+"""The recommendation: the best run that passed, and whether it is worth it."""
 
 from __future__ import annotations
 
@@ -80,9 +78,7 @@ def recommend(
 def recommendation_of(
     run: Run, runs: Sequence[Run], prefer: Prefer, code: str, *, way: str | None = None, is_timed: bool = True
 ) -> Recommendation:
-    """That of ``run``, or of a ``way`` to train in its precision, of which its times and memory may
-    not be (``is_timed``).
-    """
+    """Recommend ``run``, or a ``way`` to train, whose times it may not have (``is_timed``)."""
     found, ratio = speed(run, runs), memory_ratio(run, runs)
     worth = worth_of(run, runs) if is_timed else "unknown"
     gains = [found.text()] if found.told == "faster" else []
@@ -143,9 +139,7 @@ def best_of(
     prefer: Prefer,
     error_of: Callable[[Run], float] = error_of,
 ) -> Run:
-    """The best of ``passed``, which is not empty, by the rules of :func:`recommend`; ``error_of``
-    says how far it is from fp32.
-    """
+    """The best of ``passed`` (not empty) by :func:`recommend`; ``error_of``: distance to fp32."""
     if prefer == "memory":
         ratios = [(run, memory_ratio(run, runs) or math.inf) for run in passed]
         least = min(ratio for _, ratio in ratios)
@@ -212,9 +206,7 @@ def recommended_run(result: ScanResult) -> Run | None:
 
 
 def passes(result: ScanResult) -> bool:
-    """Whether the recommended run passed, or a way to train in its precision; if not, no output
-    could be compared, or tells anything.
-    """
+    """Whether the recommended run or way passed; else no output could be judged."""
     run, best = recommended_run(result), result.recommendation
     if best is None or (run is not None and degenerate_output(run, result.runs) is not None):
         return False
@@ -230,9 +222,7 @@ def is_gain(result: ScanResult) -> bool:
 
 
 def tag(run: Run, result: ScanResult) -> str:
-    """``recommended`` beside the name of a run; ``the alternative`` where fp32 is better in what is
-    preferred.
-    """
+    """``recommended`` beside a run's name; ``the alternative`` where fp32 is preferable."""
     best = result.recommendation
     if best is None or not passes(result):
         return ""

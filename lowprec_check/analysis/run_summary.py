@@ -1,6 +1,4 @@
-"""Facts of a run that several modules need: label, memory, missing kernels, ranges, and outputs
-that cannot be judged.
-"""
+"""Facts of a run that several modules need: label, memory, kernels, ranges, judgeability."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ _NO_KERNEL = ("missing-kernel", "unsupported-dtype", "no-backend-kernel", "crash
 
 
 def label(run: Run) -> str:
-    """The name of the run in reports: ``half``, ``plan (half)``, ``half · inductor``, ``half ·
-    predicted``.
-    """
+    """Name in reports: ``half``, ``plan (half)``, ``half · inductor``, ``half · predicted``."""
     if run.base is None:
         precision = run.precision
     else:
@@ -42,9 +38,7 @@ def reference_of(runs: Sequence[Run]) -> Run | None:
 
 
 def candidates(runs: Sequence[Run]) -> list[Run]:
-    """The runs that may be recommended: those in low precision, and fp32 on other backends and in
-    other memory formats.
-    """
+    """The runs that may be recommended: all but the reference."""
     return [run for run in runs if not run.is_reference]
 
 
@@ -78,9 +72,7 @@ def is_plan_of(plan: Run, run: Run) -> bool:
 
 
 LEAST_MEMORY = 4 << 20
-"""Bytes below which the memory of processes is not compared: allocators and libraries keep a few
-megabytes, more or less.
-"""
+"""Bytes. Less memory of a process is not compared: allocators keep a few megabytes."""
 
 
 def is_too_small(memory: int | None) -> bool:
@@ -89,9 +81,7 @@ def is_too_small(memory: int | None) -> bool:
 
 
 def memory_ratio(run: Run, runs: Sequence[Run]) -> float | None:
-    """This run's peak memory over fp32's, of processes if fp32's was measured, else of tensors;
-    ``None`` if it lacks that figure.
-    """
+    """Peak memory over fp32's, of processes if fp32 has that, else of tensors; may be missing."""
     reference = reference_of(runs)
     if reference is None:
         return None
@@ -119,9 +109,7 @@ CLOSE = 0.8
 
 
 def passes_all(run: Run, runs: Sequence[Run]) -> bool:
-    """Whether the run passes, on the further inputs that it was tried on too, and changes no input
-    and buffer that eager mode leaves.
-    """
+    """Whether the run passes on all inputs and changes no input or buffer unlike eager mode."""
     return effective_status(run, runs) == "ok" and not changed_by_backend(run)
 
 
@@ -131,9 +119,7 @@ def is_unjudged(run: Run, runs: Sequence[Run]) -> bool:
 
 
 def effective_status(run: Run, runs: Sequence[Run]) -> str:
-    """``unjudged`` if its output tells nothing; of a run that passes on the inputs of the scan, the
-    worst status on further ones.
-    """
+    """``unjudged`` if its output is degenerate; else the worst status over all inputs."""
     if degenerate_output(run, runs) is not None:
         return "unjudged"
     further = fails_elsewhere(run)
@@ -161,9 +147,7 @@ def blames_backend(run: Run, runs: Sequence[Run]) -> bool:
 
 
 def status_in_eager_mode(run: Run) -> str | None:
-    """How the analysis op by op of ``run``, which is in eager mode on any backend, ends; ``None``
-    if that is not known.
-    """
+    """How the op-by-op analysis of ``run``, in eager mode, ends; ``None`` if not known."""
     found = run.lockstep_error
     if found is None or not run.complete or failing_gaps(run) or run.failed_call:  # it is of the first call
         return None
@@ -173,17 +157,13 @@ def status_in_eager_mode(run: Run) -> str | None:
 
 
 def fails_elsewhere(run: Run) -> InputsTried | None:
-    """The further inputs on some of which the run fails, while it passes on those of the scan;
-    ``None`` if it does not.
-    """
+    """The further inputs, if the run fails on some and passes on the scan's; else ``None``."""
     found = run.further_inputs
     return found if run.status == "ok" and found is not None and found.failed else None
 
 
 def part_of_tolerance(run: Run) -> float:
-    """The largest error of the run, over all inputs that it was tried on, as a part of its
-    tolerance; 0 if it is unknown.
-    """
+    """The largest error over all inputs, relative to the tolerance; 0 if it is unknown."""
     found = run.further_inputs
     worst = max(run.distance or 0.0, (found.worst if found is not None else None) or 0.0)
     if run.tolerance:
@@ -227,9 +207,7 @@ def failing_gaps(run: Run) -> list[Gap]:
 
 
 def _catches_all(run: Run) -> bool:
-    """Whether the exception of ``run`` is that of no gap, and is raised as well where all gaps are
-    computed in fp32.
-    """
+    """Whether the exception is no gap's, and also occurs where gaps are computed in fp32."""
     raised, again = run.exception, run.stopped_by
     if raised is None or again is None or any(gap.message in raised.message for gap in run.gaps):
         return False
@@ -238,9 +216,7 @@ def _catches_all(run: Run) -> bool:
 
 
 def never_called(runs: Sequence[Run]) -> list[str]:
-    """The modules that none of ``runs`` has called, of those whose analysis is complete; of nested
-    ones the outermost.
-    """
+    """The outermost modules that none of ``runs`` with a complete analysis has called."""
     lists = [run.uncalled_modules for run in runs if run.complete and len(run.op_calls)]
     names = dict.fromkeys(itertools.chain(*lists))
     return [name for name in names if all(any(is_inside(name, other) for other in each) for each in lists)]
@@ -266,9 +242,7 @@ def shorten(message: str, most: int = 110) -> str:
 # -- Outputs that a run cannot be judged by: all zeros, or too small for the format of the run
 
 _JUDGED = ("ok", "unjudged", "inaccurate")
-"""Statuses that rest on a comparison of numbers, or on the lack of one. NaN and Inf where fp32 has
-numbers need none.
-"""
+"""Statuses that need comparable numbers; NaN and Inf where fp32 has numbers do not."""
 
 ALL_LOST = 0.99
 """The rel_l2 from which on nothing of an output is left."""
@@ -301,9 +275,7 @@ def degenerate_output(run: Run, runs: Sequence[Run]) -> str | None:
 
 
 def tiny_output(run: Run) -> str | None:
-    """What the format of ``run`` makes of an fp32 output below its smallest normal number; ``None``
-    for a larger output.
-    """
+    """What the run's format does to an fp32 output below its normal range; else ``None``."""
     rms, known = output_rms(run), run.format
     if not rms or known is None or rms >= known.smallest_normal:
         return None
@@ -319,9 +291,7 @@ def vanishes(fp32: Run) -> bool:
 
 
 def differing_integers(run: Run) -> Sentence | None:
-    """The integers and booleans of an output that differ, if floating tensors beside them decide
-    whether it passes.
-    """
+    """Integers that differ in an output judged by its floating tensors."""
     error = run.output_error
     if error is None or error.rel_l2 is None or not error.mismatched:
         return None
@@ -330,18 +300,14 @@ def differing_integers(run: Run) -> Sentence | None:
 
 
 def judged_output(run: Run) -> str:
-    """What the status of ``run`` is about, in words: ``the output``, ``output logits.0`` if it has
-    several tensors.
-    """
+    """What the status is about: ``the output``, ``output logits.0`` of several tensors."""
     if run.compared_output is None:
         return "the output"
     return f"output {run.compared_output}"
 
 
 def output_rms(run: Run) -> float | None:
-    """Root mean square of the fp32 output that ``run`` is compared with; ``None`` if it is not
-    known, as in older files.
-    """
+    """Root mean square of the fp32 output compared with; ``None`` in older files."""
     if run.output_rms is not None:
         return run.output_rms
     return run.budget.output_rms if run.budget else None
@@ -351,9 +317,7 @@ def output_rms(run: Run) -> float | None:
 
 
 def ranges_by_place(batches: Sequence[OpCalls]) -> list[PlaceRange]:
-    """The ranges in the forward passes of one run on one or more batches, without casts of weights,
-    in the order of the first calls.
-    """
+    """The forward ranges of a run over its batches, without weight casts, by first call."""
     found: dict[tuple[str, str, str | None, str], list[list[OpCall]]] = {}
     for number, op_calls in enumerate(batches):
         flows = any(op_calls.reads)

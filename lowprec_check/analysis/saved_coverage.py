@@ -143,9 +143,7 @@ class Coverage(Struct, frozen=True, kw_only=True):
         return [self.tests[index] for index in use.tests]
 
     def to_json(self) -> bytes:
-        """Encode as JSON with one test and one operator per line: short, and diffs show what
-        changed.
-        """
+        """Encode as JSON, a line per test and operator: short, and diffs show changes."""
 
         def line(value: object) -> bytes:
             return encoded(value, msgspec.json.encode)

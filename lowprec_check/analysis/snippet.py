@@ -102,9 +102,7 @@ class ModelCode(NamedTuple):
     body: list[str]
     """Lines, some of them several, that set ``model`` and ``inputs``."""
     autocast: str | None
-    """The context of the forward pass, ``torch.autocast("cpu", dtype=torch.bfloat16)``; ``None``
-    without one.
-    """
+    """Context of the call, ``torch.autocast("cpu", dtype=torch.bfloat16)``, if there is one."""
     inside: tuple[str, ...]
     """Lines inside the context of the call, before it."""
     conversion: Conversion
@@ -278,7 +276,5 @@ def convert_nested(conversion: Conversion, name: str) -> list[str]:
 
 
 def convert_targets(conversion: Conversion) -> list[str]:
-    """Lines that convert ``targets``, what the loss gets of a batch; none if there is nothing to
-    do.
-    """
+    """Lines that convert ``targets``, the loss's part of a batch; none if nothing is to do."""
     return convert_nested(conversion._replace(memory_format=CONTIGUOUS), "targets")

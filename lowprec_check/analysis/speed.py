@@ -1,6 +1,4 @@
-"""How fast a run is compared with fp32 or another run, whether that can be told, and the times that
-it rests on.
-"""
+"""How fast a run is against fp32 or another run, how surely, and the times behind that."""
 
 from __future__ import annotations
 
@@ -23,25 +21,19 @@ from lowprec_check.schema.statements import times
 # busy, and calls below 1 ms are anywhere between nothing and 1 ms.
 
 Told = Literal["faster", "slower", "same", "noisy", "unknown"]
-"""``same``: about the same time; ``noisy``: the interval is too wide to tell; ``unknown``: it was
-not timed.
-"""
+"""``same``: about as fast; ``noisy``: too wide an interval; ``unknown``: not timed."""
 
 TOLD = 1.05
 """A smaller ratio is not worth naming, however well it is measured."""
 
 ALIKE = 1.25
-"""Two times are about the same if their ratio is less than this with a probability of at least 95
-%.
-"""
+"""Times are about the same if their ratio is below this with a probability of 95 %."""
 
 WIDE = 2.0
 """Of an interval that spans more than this factor, only the end next to 1 is said."""
 
 CLEAR = 1.5
-"""A larger factor decides between times that were not taken in rounds: those of two plans, and of
-runs without rounds.
-"""
+"""A larger factor decides between times of separate rounds: plans, runs without rounds."""
 
 ONE_CORE = 2.5
 """A speed measured on one core and one measured on all cores may differ by this factor, since
@@ -50,23 +42,17 @@ all cores.
 """
 
 WAITED, CHANGED = 0.1, 1.2
-"""The share of waiting threads, and the change of the processor's speed, from which on they are
-said.
-"""
+"""Least share of waiting threads, and change of the clock, that reports mention."""
 
 BUSY = 1.5
-"""The factor within which the ratio of two medians is known on a busy machine, if they were not
-taken in rounds.
-"""
+"""Uncertainty of the ratio of two medians on a busy machine, outside of rounds."""
 
 SHORT_MS = 1.0
 """Calls below this cannot be compared between two processes on a busy machine, only in rounds."""
 
 
 ON_HOST, ON_DEVICE = 0.9, 0.8
-"""A call is launch-bound if its host takes at least the first part of its time, and the accelerator
-alone at most the second.
-"""
+"""Launch-bound: the host takes at least the first part of a call, the device at most the second."""
 
 
 FAILED_WHILE_TIMED = "failed while it was timed: "
@@ -147,9 +133,7 @@ def in_turns(run: Run) -> Speedup | None:
 
 
 def launch_bound(run: Run) -> bool:
-    """Whether the accelerator waits for the host in the calls of ``run``, so that faster kernels
-    would hardly make it faster.
-    """
+    """Whether the accelerator waits for the host, so that faster kernels would hardly help."""
     return run.latency is not None and run.timing is None and waits_for_host(run.latency)
 
 
@@ -176,9 +160,7 @@ def latency_of(run: Run) -> float | None:
 
 
 def is_faster(mine: Speed, other: Speed, factor: float = TOLD) -> bool:
-    """Whether ``mine`` is told to be faster: their medians differ by ``factor``, and their
-    intervals do not overlap.
-    """
+    """Whether ``mine`` is faster by ``factor``, and the intervals do not overlap."""
     if mine.ratio is None or other.ratio is None:
         return False
     return mine.low > other.high and mine.ratio >= factor * other.ratio
@@ -207,9 +189,7 @@ class Turn(NamedTuple):
     seconds: Sequence[float]
     on_one_core: Sequence[float] = ()
     disturbed: bool = False
-    """Whether other programs used the cores meanwhile, so that short calls on several cores took
-    much longer.
-    """
+    """Whether other programs used the cores, so that short multi-core calls took longer."""
     launched: tuple[float, float] | None = None
     """Seconds of a call on the host, and on an accelerator that need not wait for the host."""
 
@@ -229,14 +209,10 @@ ONE_CALL = 3.0
 """The factor within which the ratio of two single calls, taken one after the other, is known."""
 
 ONE_ROUND = 2.0
-"""The same of one round that nothing disturbed. Where another program used a core now and then,
-such ratios were off by up to 1.2.
-"""
+"""The same of one undisturbed round; a brief disturbance changed such ratios by up to 1.2."""
 
 LONG_SECONDS = 1.0
-"""The time of a longer call is an average over what else happens on a machine, and so within that
-factor even if it is disturbed.
-"""
+"""A longer call averages over disturbances, and so stays within that factor."""
 
 _STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """Quantiles of Student's distribution, by the number of ratios: too few for order statistics."""
@@ -263,17 +239,13 @@ def latency_of_rounds(mine: Rounds, fp32: Rounds | None = None) -> Latency:
 
 
 def rather_on_one_core(mine: Rounds, fp32: Rounds) -> bool:
-    """Whether other programs have disturbed too many rounds, and there are more with calls on one
-    core.
-    """
+    """Whether too few rounds are undisturbed, and more have calls on one core."""
     clean, alone = _ratios(mine, fp32)
     return len(clean) < FEW and len(alone) > len(clean)
 
 
 def _ratios(mine: Rounds, fp32: Rounds) -> tuple[list[float], list[float]]:
-    """Of the rounds that nothing disturbed, and of calls on one core; each of the fastest calls, as
-    a disturbance only makes a call slower.
-    """
+    """Ratios of the fastest calls: of undisturbed rounds, and of calls on one core."""
     pairs = [(fp32[number], mine[number]) for number in mine if number in fp32]
     clean = [min(one.seconds) / min(other.seconds) for one, other in pairs if not one.disturbed | other.disturbed]
     alone = [

@@ -1,6 +1,4 @@
-"""The operators that a test suite uses and their support in low precision: how saved ones are read,
-and two compared.
-"""
+"""How saved coverages of a test suite's operators are read, and two compared."""
 
 from __future__ import annotations
 
@@ -77,9 +75,7 @@ def kind_of(data: bytes) -> Literal["coverage", "scan", "baseline of scan"] | No
 
 
 def coverage_from_json(data: bytes) -> Coverage:
-    """Decode a saved coverage of this schema or an older one; raises ``ValueError`` that says why
-    it cannot be read.
-    """
+    """Decode a coverage of this schema or an older one; ``ValueError`` says what is wrong."""
     kind = kind_of(data)
     if kind != "coverage":
         try:
@@ -106,9 +102,7 @@ def coverage_from_json(data: bytes) -> Coverage:
 
 
 def coverage_of(data: bytes, path: Path) -> Coverage:
-    """Decode the content of a file; raises :class:`UsageError` that names it and says why it cannot
-    be read.
-    """
+    """Decode the content of a file; raises :class:`UsageError` that names it."""
     try:
         return coverage_from_json(data)
     except ValueError as error:
@@ -206,9 +200,7 @@ class CoverageDiff(Struct, frozen=True, kw_only=True):
 
 
 def diff_coverages(old: Coverage, new: Coverage) -> CoverageDiff:
-    """Compare two coverages in the precisions that both have; raises :class:`UsageError` if there
-    are none.
-    """
+    """Compare two coverages in their common precisions; :class:`UsageError` without any."""
     both = [key for key in new.dtypes if key in old.dtypes]
     if not both:
         sides = " and the new one ".join(", ".join(map(precision_of, side.dtypes)) for side in (old, new))
@@ -258,9 +250,7 @@ def diff_coverages(old: Coverage, new: Coverage) -> CoverageDiff:
 
 
 def _change(old: OpUse | None, new: OpUse | None, keys: Sequence[str], side: Coverage, sign: int) -> GapChange | None:
-    """The precisions in which an operator of ``side`` is a worse (``sign`` 1) or a smaller (-1) gap
-    than before.
-    """
+    """Where an operator of ``side`` became a worse (``sign`` 1) or a smaller gap (-1)."""
     use = new if sign > 0 else old
     assert use is not None
     changed: dict[str, CellChange] = {}
@@ -285,9 +275,7 @@ def _change(old: OpUse | None, new: OpUse | None, keys: Sequence[str], side: Cov
 
 
 def _may_be_old(change: GapChange, use: OpUse, was: OpUse | None, never_complete: set[str]) -> bool:
-    """Whether a gap was found by a test of which the old coverage has no complete run: by its use
-    of the op, or its call of it.
-    """
+    """Whether a gap rests on a test of which the old coverage has no complete run."""
     shows = was is not None and all(
         use.support[key].tried_here or not was.support[key].applies for key in change.precisions
     )
@@ -295,9 +283,7 @@ def _may_be_old(change: GapChange, use: OpUse, was: OpUse | None, never_complete
 
 
 def _rests_on_calls(change: GapChange) -> bool:
-    """Whether a gap may only seem to be gone: no test that ran called it, or with the numbers or
-    arguments that fail.
-    """
+    """Whether a gap may only seem gone: no test made the call that failed."""
     return all(cell.new in ("unused", "inapplicable", "unknown") for cell in change.precisions.values())
 
 
@@ -322,9 +308,7 @@ def _warnings(old: Coverage, new: Coverage) -> Iterator[str]:
 
 
 WITHOUT_KERNEL = "compute it in fp32 and cast real results back, or try autocast"
-"""What to do about an operator that does not run in a dtype, where no model was run: whether its
-results are complex is not known.
-"""
+"""Advice without a model's run, where it is not known whether results are complex."""
 
 
 def _is_autocast(key: str) -> bool:

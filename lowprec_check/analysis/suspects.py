@@ -40,13 +40,9 @@ class Suspects(NamedTuple):
     """Modules that may have to stay in fp32, by path."""
 
     certain: list[str]
-    """Contain an op that has no kernel, raises, or turns finite values into NaN or Inf that reach
-    the output.
-    """
+    """Contain an op without a kernel, that raises, or whose NaN or Inf reaches the output."""
     likely: list[str]
-    """All with ops of their own: the largest shares of the output's error first, then those that
-    add the most error.
-    """
+    """All with own ops: the largest error shares first, then those that add the most error."""
     root: bool
     """Whether such an op is in the model's own ``forward``, outside any submodule."""
     causes: Causes | None = None
@@ -54,9 +50,7 @@ class Suspects(NamedTuple):
     guess: Causes | None = None
     """The same with errors that others seem to hide; ``None`` if none seems hidden."""
     lowering: frozenset[str] = frozenset()
-    """Those that compute in low precision whatever dtype their inputs have; empty if that is not
-    known.
-    """
+    """Those that compute in low precision on any input; empty if that is not known."""
 
 
 def suspects(run: Run) -> Suspects:
@@ -81,17 +75,13 @@ def suspects(run: Run) -> Suspects:
 
 
 def _lowers(row: OpCall, run: Run) -> bool:
-    """Whether an op computes in low precision whatever its inputs are: under autocast only matrix
-    products do.
-    """
+    """Whether an op runs in low precision on any input; autocast does so for products only."""
     is_low = run.format is not None and run.format.mark in re.split("[+→]", row.dtypes)
     return is_low and (not run.is_autocast or PRODUCTS.search(row.op) is not None)
 
 
 def causes_of(run: Run) -> Causes | None:
-    """The causes of the output's error in ``run``; ``None`` if there is no budget that explains
-    most of it.
-    """
+    """The causes of the output's error; ``None`` without a budget that explains most of it."""
     budget, error = trusted_budget(run), run.rel_l2
     if budget is None:
         return None
@@ -226,9 +216,7 @@ def _is_accurate(run: Run) -> bool:
 
 
 def at_fault(run: Run, module: str) -> Blame | None:
-    """What fails inside ``module``, or the op that first gives NaN or Inf; ``""`` is the model's
-    own ``forward``.
-    """
+    """The fault, or first NaN or Inf, inside ``module``; ``""``: the model's own ``forward``."""
     gaps = (gap for gap in failing_gaps(run) if is_inside(gap.module, module))
     return _first_fault(run, module, gaps, (row for row in run.op_calls.rows() if is_inside(row.module, module)))
 

@@ -1,6 +1,4 @@
-"""The recommendation for training: a precision and a way to train in it, which was run and passed,
-as code to paste.
-"""
+"""The recommended precision and way to train, which ran and passed, as code to paste."""
 
 from __future__ import annotations
 
@@ -255,9 +253,7 @@ def _best(result: ScanResult, environment: Mapping[str, Any], prefer: Prefer) ->
 
 
 def _smaller_than_plans(ways: Sequence[Trained]) -> list[Trained]:
-    """Where only plans pass as their user would write them: other ways of whole models that take
-    less memory than each of these.
-    """
+    """Where only plans pass the usual way: other ways of whole models that take less memory."""
     first = [found for found in ways if found.is_first]
     peaks = [found.run.peak_memory_bytes for found in first if found.run.keep_fp32 and found.run.peak_memory_bytes]
     if not peaks or len(peaks) < len(first):

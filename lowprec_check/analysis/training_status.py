@@ -42,9 +42,7 @@ def first_way(run: Run) -> TrainingWay | None:
 
 
 def is_timed(run: Run, way: str | None) -> bool:
-    """Whether times and memory of ``run`` are those of a ``way`` to train: of the first, on
-    whatever loss scale. True without training.
-    """
+    """Whether the run's times and memory are those of ``way``. True without training."""
     first = first_way(run)
     rescaled = first is not None and first.initial_scale is not None and way_named(way or "").trial == "suggested scale"
     return first is None or way == first.name or rescaled
@@ -70,9 +68,7 @@ def remedies(run: Run) -> list[str]:
 
 
 def way_text(name: str | None) -> str:
-    """`` with GradScaler``, which follows the name of a run; empty for the plain way, and if
-    nothing was trained.
-    """
+    """`` with GradScaler``, after a run's name; empty for the plain way and without training."""
     if name in (None, "plain"):
         return ""
     return f" with {way_named(name or '').words}"
@@ -99,9 +95,7 @@ def told(way: TrainingWay, setup: TrainingSetup) -> bool:
 
 
 def distance_limit(run: Run, way: TrainingWay, setup: TrainingSetup) -> float | None:
-    """How far the weights may be from those of fp32 after the last step of ``way``; ``None`` if
-    that is not judged.
-    """
+    """Limit of the weights' distance from fp32 at the last step; ``None`` if not judged."""
     step = len(way.distances)
     if way.declared.is_random or not setup.seeds or not 0 < step <= len(setup.distances):
         return None
@@ -121,18 +115,14 @@ class Lost:
 
 
 def in_phase(phase: Phase | None) -> str:
-    """`` (backward)``, which follows the name of an op; empty for the forward pass, which most ops
-    belong to.
-    """
+    """`` (backward)``, after the name of an op; empty for the forward pass."""
     if phase in (None, "forward"):
         return ""
     return f" ({phase})"
 
 
 def when_raised(step: int | None, raised: ExceptionInfo | None) -> str:
-    """``step 3, optimizer: ``, which leads to an exception; the first step and the forward pass are
-    left out.
-    """
+    """``step 3, optimizer: ``, before an exception; without first step and forward pass."""
     phase = raised.phase if raised is not None and raised.phase != "forward" else None
     parts = [*([f"step {step}"] if step and step > 1 else []), *([phase] if phase else [])]
     if parts:
@@ -180,9 +170,7 @@ def diverges(found: Divergence, way: TrainingWay) -> Sentence:
 
 
 def remarks(way: TrainingWay, setup: TrainingSetup) -> Sentence | None:
-    """Why a way fails, in which step, what ``GradScaler`` did, and whether the time was too short
-    for all steps.
-    """
+    """Why and when a way fails, what ``GradScaler`` did, and whether it ran out of time."""
     done, parts = steps_of(way), list[Sentence]()
     if way.exception is not None:
         when, error = when_raised(way.failed_step, way.exception), shorten(way.exception.text)

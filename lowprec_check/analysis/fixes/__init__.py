@@ -1,3 +1,1 @@
-"""Fixes of the user's own source: where an op is called in it, what could be written instead, and
-the text with it.
-"""
+"""Fixes of the user's source: where an op is called, what to write instead, the new text."""

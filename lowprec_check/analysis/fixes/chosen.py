@@ -1,6 +1,4 @@
-"""What a search has chosen at each place, and what is told of it: the lines, what plain runs
-proved, how a plan compares.
-"""
+"""What a search chose at each place: changed lines, proof of plain runs, comparison with a plan."""
 
 from __future__ import annotations
 
@@ -50,9 +48,7 @@ def next_option(places: Iterable[Chosen]) -> bool:
 
 
 def compute_instead(state: State) -> bool:
-    """Compute in fp32 where a number was changed, which may be what fails now; whether there is
-    such a place.
-    """
+    """Compute in fp32 where a number was changed; whether there is such a place."""
     return next_option(chosen for chosen in state.values() if chosen.fix.kind in ("constant", "scale"))
 
 
@@ -68,9 +64,7 @@ def shown_path(path: Path) -> str:
 
 
 def change_of(site: Site, fix: SourceFix, beside: Iterable[SourceFix] = ()) -> SourceChange:
-    """The lines that a change alone changes. What it casts back and one ``beside`` it would widen
-    again stays in fp32 in the patch.
-    """
+    """The lines of one change; a cast that one ``beside`` it undoes is not named."""
     stays = fix.back is not None and any(fix.back[0] in other.widened for other in beside)
     old, new = (
         lines_of(text).texts for text in (site.source.text, edited(site.source.text, compose(site.source, [fix])))

@@ -1,6 +1,4 @@
-"""The kinds of fixes: each is a function that proposes changes for the call of an op in the user's
-source.
-"""
+"""The kinds of fixes: functions that propose changes for an op's call in the user's source."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ _FACTORIES = (
 
 
 def constants(site: Site, scene: Scene) -> Iterator[SourceFix]:
-    """A number that does not fit the dtype, or becomes zero in it: the limit of the dtype in its
-    place.
-    """
+    """A number that overflows or becomes zero in the dtype: the limit of the dtype instead."""
     largest, smallest = site.format
     torch, imports = torch_in(site.source)
     inside = [
@@ -99,9 +95,7 @@ def keyword(source: SourceText, call: ast.Call, text: str) -> Edit:
 
 
 def factories(site: Site, scene: Scene) -> Iterator[SourceFix]:
-    """A tensor made in fp32 whatever the input is, which then meets 16 bits: the dtype of the
-    input.
-    """
+    """A tensor always made in fp32, which then meets 16 bits: the dtype of the input."""
     if not site.mismatch:
         return
     function = site.source.around(site.node, (ast.FunctionDef, ast.AsyncFunctionDef))

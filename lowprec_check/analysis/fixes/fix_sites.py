@@ -1,6 +1,4 @@
-"""Where a run that fails does so in the user's own source: the expressions that its findings are
-about.
-"""
+"""Where a run fails in the user's source: the expressions that its findings are about."""
 
 from __future__ import annotations
 
@@ -74,9 +72,7 @@ class PatchedFile:
         self.nodes: dict[Span, ast.expr] = {moved(span, self.edits): node for span, node in source.nodes.items()}
 
     def at(self, span: str) -> ast.AST | None:
-        """The expression, or the statement that changes a variable in place, at ``25:17-25:55`` in
-        the changed text.
-        """
+        """The expression or augmented assignment at ``25:17-25:55`` in the changed text."""
         start, end = self._span(span)
         if (start, end) in self.nodes:
             return self.nodes[start, end]
@@ -189,9 +185,7 @@ def _why_cast(row: OpCall) -> str:
 
 
 class Sites:
-    """The expressions that the runs of a scan point at, by file; the scan may be of a patched
-    source.
-    """
+    """The expressions that runs point at, by file; the scan may be of a patched source."""
 
     def __init__(self, files: OwnFiles, patched: Mapping[Path, PatchedFile], device: str) -> None:
         self.files, self._patched, self._device = files, patched, device_type(device)
@@ -262,9 +256,7 @@ _SIGNS: dict[str, type[ast.operator]] = {
 
 
 def _by_name(source: SourceText, line: int, op: str) -> ast.AST | str | None:
-    """The one expression in the statement at a line that an op can be: Python before 3.11 knows no
-    more than the line.
-    """
+    """The one expression at a line that may be the op: Python 3.10 gives only the line."""
     name = op.split(".")[1 if op.startswith("aten.") else -1].strip("_")
     statements = [
         n for n in ast.walk(source.tree) if isinstance(n, ast.stmt) and n.lineno <= line <= (n.end_lineno or 0)

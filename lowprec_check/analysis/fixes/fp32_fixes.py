@@ -1,6 +1,4 @@
-"""Fixes that compute in fp32: an op and what follows it, a region without autocast, the buffers
-that a cast would round.
-"""
+"""Fixes that compute in fp32: an op and its followers, a region without autocast, buffers."""
 
 from __future__ import annotations
 
@@ -14,9 +12,7 @@ from lowprec_check.schema.op_calls import PRODUCTS
 
 
 def scaled(site: Site, scene: Scene) -> Iterator[SourceFix]:
-    """A product that overflows before it is divided: its operand and the divisor are multiplied by
-    a power of two, which is exact.
-    """
+    """A product that overflows before a division: operand and divisor times a power of two."""
     node, parent = site.node, site.source.parents.get(site.node)
     seen, largest = scene.fp32.get(site.node), site.format[0]
     if not isinstance(node, ast.expr) or not isinstance(parent, ast.BinOp) or parent.left is not node:
@@ -73,9 +69,7 @@ def custom_functions(site: Site, scene: Scene) -> Iterator[SourceFix]:
 
 
 def in_fp32(site: Site, scene: Scene) -> Iterator[SourceFix]:
-    """The op, or the expression that it is part of, in fp32: cast back where the values fit, in its
-    statement, or not at all.
-    """
+    """The op or the expression around it in fp32: cast back where values fit, if anywhere."""
     source, node = site.source, site.node
     if isinstance(node, ast.AugAssign):
         yield from _augmented(site, scene)
@@ -112,9 +106,7 @@ def _fits(seen: SeenValue | None, largest: float) -> bool:
 
 
 def _widened(site: Site, scene: Scene, top: ast.expr) -> tuple[frozenset[ast.expr], list[Edit]] | None:
-    """The operands to widen so that ``top`` computes in fp32 from the op of the site on, and edits
-    of the call of a module; ``None`` if that cannot be.
-    """
+    """Operands to widen, and module calls to edit, for ``top`` in fp32; ``None`` if impossible."""
     inside, edits = set(ast.walk(top)), list[Edit]()
     found: set[ast.expr] = set()
 
@@ -213,9 +205,7 @@ def _computed_in_fp32(site: Site, scene: Scene, top: ast.expr, *, back: bool) ->
 
 
 def _region(site: Site, scene: Scene, widened: frozenset[ast.expr]) -> tuple[list[Edit], frozenset[ast.expr]] | None:
-    """The statement with autocast disabled, and what is computed before it, under autocast:
-    operands that hold products themselves.
-    """
+    """The statement without autocast, and operands with products, computed before it."""
     source = site.source
     statement = source.around(site.node, ast.stmt)
     simple = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
@@ -238,9 +228,7 @@ def _region(site: Site, scene: Scene, widened: frozenset[ast.expr]) -> tuple[lis
 
 
 def _is_first(source: SourceText, node: ast.expr) -> bool:
-    """Whether an expression in one line is computed once in its statement, and before all others
-    but names.
-    """
+    """Whether a one-line expression is computed once, first in its statement but for names."""
     at: ast.AST = node
     while isinstance(at, ast.expr):
         parent = source.parents[at]

@@ -1,6 +1,4 @@
-"""What a fix is proposed from: the call of an op in the user's source, and what the expressions
-around it gave.
-"""
+"""What a fix is proposed from: an op's call in the user's source, and values around it."""
 
 from __future__ import annotations
 
@@ -75,9 +73,7 @@ class SourceFix:
 
 
 def compose(source: SourceText, fixes: Iterable[SourceFix]) -> list[Edit]:
-    """The edits of all ``fixes`` of a file; what one casts to 16 bits and another back to fp32
-    stays as it is.
-    """
+    """The edits of ``fixes``; a cast to 16 bits that another fix undoes is left out."""
     fixes = list(fixes)
     wide = {fix.anchor for fix in fixes if fix.stays_wide}
     widened = {node for fix in fixes for node in fix.widened if node not in wide}
@@ -100,9 +96,7 @@ def wrapped(source: SourceText, node: ast.expr, suffix: str) -> list[Edit]:
 
 
 class Scene:
-    """What is known of the expressions of a file when a fix is proposed: what they gave in fp32,
-    and in the precision that fails.
-    """
+    """What a file's expressions gave in fp32, and in the precision that fails."""
 
     def __init__(self, source: SourceText, fp32: Seen, low: Seen) -> None:
         self.source, self.fp32, self.low = source, fp32, low
@@ -185,9 +179,7 @@ class Scene:
         return named or (callee is not None and callee.of_torch)
 
     def is_product(self, node: ast.AST) -> bool:
-        """Whether autocast computes an expression in 16 bits, whatever its inputs are: a matrix
-        product, a layer with weights.
-        """
+        """Whether autocast always computes it in 16 bits: a product, a layer with weights."""
         if isinstance(node, ast.BinOp):
             return isinstance(node.op, ast.MatMult)
         callee = self.callee(node)
@@ -196,9 +188,7 @@ class Scene:
         return bool(PRODUCTS.search(f"{callee.name}.".replace("matmul", "mm").replace("einsum", "mm")))
 
     def dtype_of(self, node: ast.AST) -> str | None:
-        """Code for the low dtype at ``node``: that of a name near it whose tensor has it; ``None``
-        if there is none.
-        """
+        """Code for the low dtype at ``node``, from a name near it; ``None`` if there is none."""
         source, here = self.source, self.source.span(node)[0]
         function = source.around(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
         statement = source.around(node, ast.stmt)

@@ -1,6 +1,4 @@
-"""Fixes of a training script: a ``GradScaler`` that is missing, clipping of scaled gradients,
-autocast that keeps old weights.
-"""
+"""Fixes of a training script: a missing ``GradScaler``, clipping, autocast's weight cache."""
 
 from __future__ import annotations
 
@@ -30,9 +28,7 @@ class Fault(NamedTuple):
 
 
 def faults(facts: ScriptFacts, locate: Locate, scale: float | None = None) -> Iterator[Fault]:
-    """Those that the steps of a script show; a new ``GradScaler`` starts at ``scale`` if that is
-    given.
-    """
+    """The faults that a script's steps show; a new ``GradScaler`` starts at ``scale``."""
     if "float16" in facts.autocast and facts.backward and not facts.scaled_backward:
         yield Fault("backward", facts.backward[0], _scaled(facts, locate, scale))
     unscaled = _Unscaled()
@@ -74,9 +70,7 @@ def _call(place: ScriptPlace, name: str, locate: Locate) -> _Call | str:
 
 
 def _scaled(facts: ScriptFacts, locate: Locate, scale: float | None) -> tuple[SourceText, SourceFix] | str:
-    """The loss scaled, its gradients unscaled before they are clipped, the step by way of a
-    ``GradScaler``.
-    """
+    """A ``GradScaler``: the loss scaled, gradients unscaled before they are clipped."""
     backward = [_call(place, "backward", locate) for place in facts.backward]
     made = [_call(place, "step", locate) for place in facts.made_steps]
     clips = [_call(place, "clip_grad", locate) for place in facts.clips]
@@ -138,9 +132,7 @@ def _scaled(facts: ScriptFacts, locate: Locate, scale: float | None) -> tuple[So
 
 
 def _naming_gradients(source: SourceText, backward: list[_Call], steps: list[_Call]) -> Iterator[ast.stmt]:
-    """The statements between a ``backward()`` and the next ``step()`` that name ``.grad``, but
-    those that clear it.
-    """
+    """Statements between ``backward()`` and ``step()`` that name ``.grad`` and don't clear it."""
     lines = sorted((each.statement.lineno, each in backward) for each in (*backward, *steps))
     for node in [each for each in ast.walk(source.tree) if isinstance(each, ast.Attribute) and each.attr == "grad"]:
         parent, statement = source.parents[node], source.around(node, ast.stmt)
@@ -159,17 +151,13 @@ def _naming_gradients(source: SourceText, backward: list[_Call], steps: list[_Ca
 
 
 class _Unscaled:
-    """The lines that unscale gradients, by the block that they are in: torch allows one for each
-    step.
-    """
+    """The lines that unscale gradients, by block: torch allows one for each step."""
 
     def __init__(self) -> None:
         self._lines: list[tuple[str, object]] = []
 
     def before(self, statement: ast.stmt, step: _Call, line: str) -> list[Edit]:
-        """``line`` before ``statement``, or before the loop or branch around it that ``step`` is
-        not in; nothing if it is there already.
-        """
+        """``line`` before ``statement``, in a block that ``step`` is in; once per block."""
         source, of_step = step.source, {block for block, _ in _blocks(step.source, step.statement)}
         around = [(block, node) for block, node in _blocks(source, statement) if block in of_step]
         if any((line, block) in self._lines for block, _ in around):
@@ -198,9 +186,7 @@ def _step_after(statement: ast.stmt, source: SourceText, steps: Sequence[_Call])
 
 
 def _before_all(calls: list[_Call], facts: ScriptFacts, locate: Locate) -> ast.stmt:
-    """The outermost loop around all ``calls``, if that is in their function and this runs once,
-    else the statement of the module that they are in.
-    """
+    """The outermost loop around ``calls`` in a function that runs once, else their statement."""
     source, node = calls[0].source, calls[0].statement
     around: list[ast.AST] = []
     at: ast.AST = node
@@ -221,9 +207,7 @@ def _before_all(calls: list[_Call], facts: ScriptFacts, locate: Locate) -> ast.s
 
 
 def _runs_once(call: _Call, facts: ScriptFacts, locate: Locate) -> bool:
-    """Whether the function that ``call`` is in is named once, and no loop is around the calls that
-    led to it; of a module, ``True``.
-    """
+    """Whether the function around ``call`` is named once, and its callers are in no loop."""
     function = call.function
     if not isinstance(function, _FUNCTIONS):
         return True

@@ -15,9 +15,7 @@ class SeenValue(Struct, frozen=True, kw_only=True):
     dtypes: tuple[str, ...] = ()
     """Of a tensor, ``float16``, of all calls; of a module, that of its first floating parameter."""
     name: str = ""
-    """Of a module: its first floating parameter, ``weight``; of a callable: where it is defined,
-    ``torch.nn.functional.normalize``.
-    """
+    """A module's first floating parameter, ``weight``; a callable's full name in its package."""
     training: bool = False
     """Whether a module is in training mode."""
     of_torch: bool = False
@@ -26,9 +24,7 @@ class SeenValue(Struct, frozen=True, kw_only=True):
     absmax: float | None = None
     """The largest finite magnitude of a tensor, over all calls."""
     parts: tuple[str, ...] = ()
-    """Of a tuple, the dtypes of its tensors, empty for another element; of a module, the names of
-    its buffers.
-    """
+    """The dtypes of a tuple's tensors (empty: not a tensor); the names of a module's buffers."""
 
 
 Places = dict[str, dict[str, SeenValue]]
@@ -83,9 +79,7 @@ class ScriptFacts(Struct, frozen=True, kw_only=True):
     around_steps: tuple[ScriptPlace, ...] = ()
     """Where autocast is entered that keeps casts of weights over more than one step."""
     distance: float | None = None
-    """How far the weights end from those in fp32, relative to how far those have moved; ``None`` if
-    one is not finite.
-    """
+    """Distance of the final weights from fp32's, relative to their movement; ``None``: no number."""
     fp32: str = ""
     """A digest of the weights after the steps in fp32, bit for bit; empty if two runs differ."""
 

@@ -35,22 +35,16 @@ class Edit(NamedTuple):
     end: int
     text: str
     size: int = 0
-    """The length of the expression that an insertion belongs to: negative where it comes before
-    that, positive behind it.
-    """
+    """Length of an insertion's expression: negative before it, positive behind it."""
 
     @property
     def order(self) -> tuple[int, bool, int]:
-        """What ends at a place comes before what starts there, inner expressions end before outer
-        ones, and start behind them.
-        """
+        """At one place ends come before starts: inner ends first, inner starts last."""
         return self.start, self.size <= 0, self.size
 
 
 class SourceText:
-    """The text of the file at ``path``, parsed; raises ``OSError``, ``SyntaxError``, or
-    ``ValueError`` for bytes that are no text.
-    """
+    """The parsed text of the file; raises ``OSError``, ``SyntaxError`` or ``ValueError``."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -99,9 +93,7 @@ class SourceText:
         return at
 
     def can_be_indented(self, statement: ast.stmt) -> bool:
-        """Whether it has lines of its own, without strings that go over several lines, which would
-        get the indent too.
-        """
+        """Whether it has its own lines, and no multi-line string, which would be indented too."""
         start, end = self.span(statement)
         last = statement.end_lineno or 1
         behind = self.text[end : self._starts[last - 1] + len(self._lines[last - 1])].strip()
@@ -131,9 +123,7 @@ class SourceText:
         return self.text[self._starts[node.lineno - 1] : self.span(node)[0]]
 
     def _tokens(self) -> tuple[list[Span], dict[int, int], dict[int, int], dict[int, int]]:
-        """Strings of several lines, matching parentheses, and for an offset the grouping
-        parenthesis before and behind it.
-        """
+        """Multi-line strings, matching parentheses, grouping parentheses before and behind."""
         calls = {self.call_opens(node) for node in ast.walk(self.tree) if isinstance(node, ast.Call)}
         strings, pairs, before, behind = list[Span](), dict[int, int](), dict[int, int](), dict[int, int]()
         stack, last_open, last_end = list[int](), -1, -1
@@ -189,9 +179,7 @@ def lines_of(text: str) -> Lines:
 
 
 def edited(text: str, edits: Iterable[Edit]) -> str:
-    """The text with ``edits``, of which equal ones are made once; raises ``ValueError`` if two of
-    them overlap.
-    """
+    """The text with ``edits``, equal ones once; raises ``ValueError`` if two overlap."""
     parts, at = [], 0
     for edit in sorted(dict.fromkeys(edits), key=lambda edit: edit.order):
         if edit.start < at:
@@ -202,9 +190,7 @@ def edited(text: str, edits: Iterable[Edit]) -> str:
 
 
 def moved(span: Span, edits: Iterable[Edit]) -> Span:
-    """Where the expression at ``span`` is in the text with ``edits``, with what was inserted
-    inside.
-    """
+    """The place of ``span`` in the text with ``edits``, with insertions inside."""
     (start, end), size = span, span[1] - span[0]
     new_start, new_end = start, end
     for edit in dict.fromkeys(edits):
