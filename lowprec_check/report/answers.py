@@ -16,7 +16,7 @@ from lowprec_check.catalog.versions import version_key
 from lowprec_check.report.blocks import Block, Column, Document, Heading, Pairs, Row, Say, StatusOf, Table, speed_of
 from lowprec_check.schema.axes import is_declared
 from lowprec_check.schema.precisions import LOW_FORMATS
-from lowprec_check.schema.statements import counted, some
+from lowprec_check.schema.statements import counted, fill, some
 
 _SHOWN_OPS = 4
 """Operators shown in full if a name matches many."""
@@ -40,46 +40,39 @@ def answers_document(answers: Sequence[OpAnswer]) -> Document:
         here = [cell for cell in answer.cells if cell.torch == answer.installed and not cell.extension]
         others = [cell for cell in answer.cells if cell not in here]
         blocks.append(Heading(" · ".join(filter(None, _head(answer, is_here=bool(here))))))
-        blocks += [Say(answer.note, "warn", "note")] if answer.note else []
-        blocks += [_support_table(here)] if here else []
-        blocks += [Say("other releases: the newest of each device", role="hint")] if here and others else []
-        blocks += [_support_table(others)] if others else []
+        if answer.note:
+            blocks.append(Say(answer.note, "warn", "note"))
+        if here:
+            blocks.append(_support_table(here))
+        if here and others:
+            blocks.append(Say("other releases: the newest of each device", role="hint"))
+        if others:
+            blocks.append(_support_table(others))
         blocks += (Say(line, role="hint") for line in _failures(answer.cells))
         for issue in answer.issues:
-            fixed = ""
-            if issue.fixed:
-                fixed = f" (fixed in {issue.fixed})"
-            where = ""
-            if issue.devices:
-                where = f" for {', '.join(issue.devices)}"
+            fixed, where = fill(" (fixed in {})", issue.fixed), fill(" for {}", ", ".join(issue.devices))
             blocks += [Say(f"reported{where}: {issue.title}{fixed}"), Say(issue.link, role="hint")]
     if len(answers) > _SHOWN_OPS:
         blocks.append(Say(f"Also: {', '.join(answer.op for answer in answers[_SHOWN_OPS:])}"))
     for device, versions in answers[0].elsewhere.items():
         evidence = "declared" if is_declared(device) else "measured"
-        if len(versions) == 1:
-            span = versions[0]
-        else:
-            span = f"{versions[0]} to {versions[-1]}"
+        span = " to ".join(dict.fromkeys((versions[0], versions[-1])))
         blocks.append(Say(f"{device}: {evidence} only for torch {span}", role="hint"))
     return Document(answers[0].op, blocks)
 
 
 def _support_table(cells: Sequence[SupportCell]) -> Table:
     """A row per device, release and dtype."""
-    found: dict[tuple[str, str, str], list[SupportCell]] = {}
+    cells_by_row: dict[tuple[str, str, str], list[SupportCell]] = {}
     for cell in cells:
-        if cell.evidence == "measured":
-            device = cell.device
-        else:
-            device = f"{cell.device}, {cell.evidence}"
+        device, version = cell.device, cell.torch
+        if cell.evidence != "measured":
+            device = f"{device}, {cell.evidence}"
         if cell.extension:
-            version = f"{cell.torch} ipex"
-        else:
-            version = cell.torch
-        found.setdefault((device, version, SHORT[cell.dtype]), []).append(cell)
+            version = f"{version} ipex"
+        cells_by_row.setdefault((device, version, SHORT[cell.dtype]), []).append(cell)
     rows = []
-    for key, of_row in found.items():
+    for key, of_row in cells_by_row.items():
         modes = [_support([cell for cell in of_row if cell.mode in group]) for group in _GROUPS]
         error = next((cell.error for cell in of_row if cell.error is not None and cell.mode == "forward"), None)
         ulp = error and "…".join("inf" if value is None else f"{value:.3g}" for value in (error.median, error.max))
@@ -111,31 +104,38 @@ def _head(answer: OpAnswer, *, is_here: bool) -> Iterator[str]:
 
 def _support(cells: list[SupportCell]) -> StatusOf | None:
     """The worst of the cells; under autocast, forward and backward share a column."""
-    known = [cell for cell in cells if cell.state is not None]
-    if not known:
+    with_state = [cell for cell in cells if cell.state is not None]
+    if not with_state:
         return StatusOf("skipped", "n/a") if any(cell.not_applicable for cell in cells) else None
-    cell = min(known, key=lambda cell: STATES.index(cell.state or "all"))
-    for other in known if cell.state == "all" else ():  # since when both run
-        if other.failed_before and version_key(other.since or "") > version_key(cell.since or ""):
+    cell = min(with_state, key=lambda cell: STATES.index(cell.state or "all"))
+    # both run from the release on that the later one needs
+    for other in with_state:
+        if cell.state == "all" and other.failed_before and _since(other) > _since(cell):
             cell = other
     words = _WORDS[cell.state]
-    if cell.state == "all":
-        words = f"since {'≤' if cell.since_oldest else ''}{cell.since}"
-        words = "on the CPU" if cell.on_cpu == "wholly" else f"{cell.at} on the CPU" if cell.on_cpu else words
+    if cell.state == "all" and cell.on_cpu == "wholly":
+        words = "on the CPU"
+    elif cell.state == "all" and cell.on_cpu:
+        words = f"{cell.at} on the CPU"
+    elif cell.state == "all":
+        words = f"since {fill('≤', cell.since_oldest)}{cell.since}"
     elif cell.state == "some" and cell.samples:
         words = f"{cell.passed} of {cell.samples}"
-    return StatusOf(_LOOKS[cell.state], words + (f", from {cell.fixed_in}" if cell.fixed_in else ""))
+    return StatusOf(_LOOKS[cell.state], words + fill(", from {}", cell.fixed_in))
+
+
+def _since(cell: SupportCell) -> tuple[object, ...]:
+    return version_key(cell.since or "")
 
 
 def _failures(cells: list[SupportCell]) -> list[str]:
     """A line per reason why a dtype does not apply, and per failure, with the cells it occurs in."""
     reasons = [f"{SHORT[cell.dtype]} does not apply: {cell.not_applicable}" for cell in cells if cell.not_applicable]
+    # one failure often occurs in many cells: it is shown once, with the first of them
     where: dict[str, list[str]] = {}
     for cell in cells:
         if cell.failure is not None:
-            at = ""
-            if cell.failure.at:
-                at = f" in {cell.failure.at}"
+            at = fill(" in {}", cell.failure.at)
             text = f"{cell.failure.kind}{at}: {cell.failure.message}{in_samples(cell.failure.condition)}"
             where.setdefault(text, []).append(f"{cell.device} {cell.torch} {SHORT[cell.dtype]} {cell.mode}")
     return [*dict.fromkeys(reasons), *(f"{some(places, 1)}: {text}" for text, places in where.items())]
@@ -153,18 +153,18 @@ def difference_document(found: Difference) -> Document:
     for name, changes in (("gained", found.gained), ("lost", found.lost)):
         blocks.append(Say(f"{name}: {counted(len({change.op for change in changes}), 'operator')}"))
         rows = []
-        for one in changes:
-            states = ((one.before, one.before_on_cpu), (one.after, one.after_on_cpu))
+        for change in changes:
+            states = ((change.before, change.before_on_cpu), (change.after, change.after_on_cpu))
             cells = [
                 StatusOf(_LOOKS[state], f"{state}, {_ON_CPU[on_cpu]}" if on_cpu else state) for state, on_cpu in states
             ]
-            rows.append(Row([one.op, SHORT[one.dtype], *cells, ", ".join(one.modes)]))
-        blocks += [Table(columns, rows, name, headings=2)] if rows else []
-    for name, ops in (
-        (f"measured in {found.before} only", found.only_before),
-        (f"measured in {found.after} only", found.only_after),
-    ):
-        blocks += [Say(f"{name}: {', '.join(ops)}", role="hint")] if ops else []
+            rows.append(Row([change.op, SHORT[change.dtype], *cells, ", ".join(change.modes)]))
+        if rows:
+            blocks.append(Table(columns, rows, name, headings=2))
+    # what only one release has data for is neither gained nor lost
+    for version, ops in ((found.before, found.only_before), (found.after, found.only_after)):
+        if ops:
+            blocks.append(Say(f"measured in {version} only: {', '.join(ops)}", role="hint"))
     return Document(title, blocks)
 
 
@@ -184,13 +184,13 @@ def gaps_document(found: Gaps) -> Document:
         of_groups = ([missing.states.get(mode) for mode in group] for group in groups)
         worst = (next((state for state in STATES if state in states), None) for states in of_groups)
         shown = [StatusOf(_LOOKS[state], state) if state else None for state in worst]
-        why = f"{missing.kind}{f' in {missing.at}' if missing.at else ''}{in_samples(missing.condition)}"
+        why = f"{missing.kind}{fill(' in {}', missing.at)}{in_samples(missing.condition)}"
         if not is_measured:
+            # a declaration names the failing op only where the catalog calls it otherwise
             name = missing.op.rpartition("nn.functional.")[2].replace(".", "_")
-            other = ""
+            why = missing.message or ""
             if missing.at and missing.at.strip("_") != name:
-                other = f"{missing.at}: "
-            why = other + (missing.message or "")
+                why = f"{missing.at}: {why}"
         rows.append(Row([missing.op, *shown, missing.fixed_in, why]))
     columns = [Column("operator"), *(Column(group[0], "status") for group in groups), Column("from")]
     table = Table([*columns, Column("why", "sentence")], rows, "missing operators")
@@ -198,7 +198,8 @@ def gaps_document(found: Gaps) -> Document:
     for_complex = f"{dtype} does not apply to {len(found.not_applicable)} more, which take complex numbers"
     on_cpu = f"{len(found.on_cpu)} more run, but copy tensors to the CPU and back"
     for ops, what in ((found.not_applicable, for_complex), (found.on_cpu, on_cpu)):
-        blocks += [Heading(what), Say(", ".join(ops))] if ops else []
+        if ops:
+            blocks += [Heading(what), Say(", ".join(ops))]
     return Document(title, blocks)
 
 
@@ -209,23 +210,24 @@ def environment_document(environment: dict[str, Any]) -> Document:
     """Names with their values."""
     features = ", ".join(environment["cpu_features"]) or "none known"
     threads = f"{environment['threads']} of {environment['cores']} cores"
-    known = {True: "yes", False: "no", None: "unknown"}
-    fits = (
-        "compatible with this torch" if environment["ipex_fits"] else "not compatible with this torch, do not import it"
-    )
-    if environment["ipex_fits"] and environment["ipex_limit"]:
-        fits += f"; {environment['ipex_limit']}"
+    words = {True: "yes", False: "no", None: "unknown"}
+    # the extension is built for one release of torch
+    ipex = f"{environment['ipex']}: not compatible with this torch, do not import it"
+    if environment["ipex"] is None:
+        ipex = "not installed"
+    elif environment["ipex_fits"]:
+        ipex = f"{environment['ipex']}: compatible with this torch{fill('; {}', environment['ipex_limit'])}"
     rows = [
         ("torch", environment["torch"]),
         ("python", environment["python"]),
         ("platform", environment["platform"]),
         ("device", f"{environment['device']} ({environment['device_name']})"),
-        *((f"{low.short} accelerated", known[environment[f"{low.short}_accelerated"]]) for low in LOW_FORMATS),
+        *((f"{low.short} accelerated", words[environment[f"{low.short}_accelerated"]]) for low in LOW_FORMATS),
         ("autocast dtype", environment["default_autocast"]),
         ("CPU", f"{environment['cpu_capability']}; {features}; {threads}"),
         ("accelerators", ", ".join(environment["accelerators"]) or "none"),
         ("torchvision", environment["torchvision"] or "not installed"),
-        ("Intel extension", "not installed" if environment["ipex"] is None else f"{environment['ipex']}: {fits}"),
+        ("Intel extension", ipex),
     ]
     return Document("Environment", [Pairs([(name, str(value)) for name, value in rows])])
 
@@ -249,6 +251,7 @@ def render_page(rule: Rule, width: int) -> str:
         if block.startswith("    "):
             parts.append(block)
             continue
+        # a no-break character stands for the spaces of a command while lines are filled
         unbroken = re.sub(r"`[^`]+`", lambda span: re.sub(r"\s", no_break, span[0]), block)
         items = re.split(r"\n(?=\d+\. )", unbroken)  # of a numbered list
         lines = [fill(item, subsequent_indent="   " if re.match(r"\d+\. ", item) else "") for item in items]

@@ -72,6 +72,18 @@ class Link(NamedTuple):
     target: str
 
 
+def _status_text(value: str | StatusOf) -> str:
+    if isinstance(value, StatusOf):
+        return value.text
+    return look(value).word
+
+
+def _error_text(value: float | ErrorOf) -> str:
+    if isinstance(value, ErrorOf):
+        return value.text or error_figure(value.error)
+    return error_figure(value)
+
+
 def speed_text(value: SpeedOf) -> str:
     """``1.8 × as fast``, ``2.1 × slower``, ``≈ fp32``, ``noisy``, ``–``: in tables and charts."""
     if value.told == "same":
@@ -80,11 +92,10 @@ def speed_text(value: SpeedOf) -> str:
         return "noisy"
     if value.ratio is None or value.told not in ("faster", "slower"):
         return "–"
+    # a factor above 1 reads better than "0.5 × as fast"
     if value.told == "faster":
-        ratio = value.ratio
-    else:
-        ratio = 1 / value.ratio
-    return f"{times(ratio).removesuffix('times')}× {'as fast' if value.told == 'faster' else 'slower'}"
+        return f"{times(value.ratio).removesuffix('times')}× as fast"
+    return f"{times(1 / value.ratio).removesuffix('times')}× slower"
 
 
 def ratio_text(ratio: float | None) -> str:
@@ -104,10 +115,8 @@ Type = Literal[
 ]  # fmt: skip
 
 _SHOWN: dict[str, Callable[[Any], str]] = {
-    "status": lambda value: value.text if isinstance(value, StatusOf) else look(value).word,
-    "error": lambda value: (
-        value.text or error_figure(value.error) if isinstance(value, ErrorOf) else error_figure(value)
-    ),
+    "status": _status_text,
+    "error": _error_text,
     "speed": speed_text,
     "ratio": ratio_text,
     "ms": milliseconds,
@@ -185,9 +194,7 @@ class Say(Block):
     text: str
     tone: Tone = "none"
     role: Literal["title", "verdict", "hint", "note", "text", "item", "prompt"] = "text"
-    """``title``: the first line; ``hint``: how to read what follows; ``note``: what the reader
-    should know; ``item``: of a list; ``prompt``: what to type next, which only a terminal shows.
-    """
+    """``hint``: how to read what follows; ``note``: a warning; ``prompt``: only on a terminal."""
     lead: str = ""
     """What it is about, before it and emphasized: ``half, bfloat16``."""
 
@@ -211,9 +218,9 @@ class Table(Block):
 
     def with_content(self) -> Table:
         """The table without the columns in which no row has anything."""
-        kept = [i for i in range(len(self.columns)) if any(row.cells[i] is not None for row in self.rows)]
-        rows = [row._replace(cells=[row.cells[i] for i in kept]) for row in self.rows]
-        return replace(self, columns=[self.columns[i] for i in kept], rows=rows)
+        filled = [i for i in range(len(self.columns)) if any(row.cells[i] is not None for row in self.rows)]
+        rows = [row._replace(cells=[row.cells[i] for i in filled]) for row in self.rows]
+        return replace(self, columns=[self.columns[i] for i in filled], rows=rows)
 
 
 @dataclass(frozen=True)
@@ -276,10 +283,12 @@ class Document:
             "last": [*before, *after, *self.advice],
         }
         for block in orders[advice]:
+            # only a terminal, which has the advice last, shows what to type next
             if block.detail not in allowed or (advice != "last" and isinstance(block, Say) and block.role == "prompt"):
                 continue
+            # a heading waits for what it is above; another of its level takes its place
             if isinstance(block, Heading):
-                pending = [known for known in pending if known.level < block.level] + [block]
+                pending = [*(heading for heading in pending if heading.level < block.level), block]
                 continue
             yield from pending
             pending = []

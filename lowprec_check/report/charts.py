@@ -16,7 +16,7 @@ from lowprec_check.report.foreign_text import visible
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.precisions import LOW_FORMATS, FloatFormat
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.statements import error_figure, limit_figure, module_name, short_op
+from lowprec_check.schema.statements import error_figure, fill, limit_figure, module_name, short_op
 from lowprec_check.schema.verdict import look
 
 MOST_POINTS = 1500
@@ -33,28 +33,23 @@ class _Axis:
     """Places values along one side of a chart."""
 
     def __init__(self, low: float, high: float, start: float, end: float, *, log: bool) -> None:
-        self.log = log
         if log:
-            self.low, self.high = (math.log10(low), math.log10(high))
-        else:
-            self.low, self.high = (low, high)
-        if self.high > self.low:
-            self.high = self.high
-        else:
-            self.high = self.low + 1
-        self.start, self.end = start, end
+            low, high = math.log10(low), math.log10(high)
+        if high <= low:  # a single value gets an axis too
+            high = low + 1
+        self.low, self.high, self.start, self.end, self.log = low, high, start, end, log
 
     def __call__(self, value: float) -> float:
-        at = value
         if self.log:
-            at = math.log10(max(value, 1e-300))
-        part = min(1.0, max(0.0, (at - self.low) / (self.high - self.low)))
+            value = math.log10(max(value, 1e-300))
+        # what lies outside is drawn at the edge
+        part = min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
         return round(self.start + part * (self.end - self.start), 1)
 
     def decades(self) -> list[float]:
         """The powers of ten in the range, at most 8."""
-        found = range(math.ceil(self.low - 1e-9), math.floor(self.high + 1e-9) + 1)
-        return [10.0**exponent for exponent in found[:: max(1, -(-len(found) // 8))]]
+        exponents = range(math.ceil(self.low - 1e-9), math.floor(self.high + 1e-9) + 1)
+        return [10.0**exponent for exponent in exponents[:: max(1, -(-len(exponents) // 8))]]
 
     def steps(self) -> list[float]:
         """About six round values in the range."""
@@ -83,13 +78,12 @@ def _svg(name: str, parts: Iterable[Markup]) -> str:
 
 
 def _frame(x: _Axis, y: _Axis, x_ticks: Sequence[tuple[float, str]], y_name: str, x_name: str) -> Iterator[Markup]:
+    ticks, form = y.steps, ".4g"
     if y.log:
-        ticks = y.decades()
-    else:
-        ticks = y.steps()
-    for value in ticks:
+        ticks, form = y.decades, ".0e"
+    for value in ticks():
         yield _line(_LEFT, y(value), _RIGHT, y(value))
-        yield _text(_LEFT - 6, y(value) + 4, f"{value:.0e}" if y.log else f"{value:.4g}", "end")
+        yield _text(_LEFT - 6, y(value) + 4, f"{value:{form}}", "end")
     for value, shown in x_ticks:
         yield _line(x(value), _BOTTOM, x(value), _BOTTOM + 4)
         yield _text(x(value), _BOTTOM + 17, shown)
@@ -130,17 +124,16 @@ def tradeoff(result: ScanResult) -> Chart | None:
     """Speed against output error, a dot per run; ``None`` if fewer than two runs have both."""
     dots = []
     for run in candidates(result.runs):
-        found, error = speed(run, result.runs), run.output_error.distance if run.output_error else None
-        if found.ratio is None or error is None or run.status not in ("ok", "unjudged", "inaccurate"):
+        times = speed(run, result.runs)
+        error = run.distance
+        if times.ratio is None or error is None or run.status not in ("ok", "unjudged", "inaccurate"):
             continue
-        known = look("unjudged" if degenerate_output(run, result.runs) else run.status)
+        status = look("unjudged" if degenerate_output(run, result.runs) else run.status)
         memory = memory_ratio(run, result.runs)
-        size = ""
-        if memory:
-            size = f", {ratio_text(memory)} the memory"
-        told = speed_text(SpeedOf(found.told, found.ratio))
-        tip = f"{visible(label(run))}: {told}, error {error_figure(error)}{size}, {known.word}"
-        dots.append(_Dot(run, found.ratio, found.low, found.high, error, known.tone, tip))
+        size = memory and f", {ratio_text(memory)} the memory"
+        speed_of_run = speed_text(SpeedOf(times.told, times.ratio))
+        tip = f"{visible(label(run))}: {speed_of_run}, error {error_figure(error)}{size or ''}, {status.word}"
+        dots.append(_Dot(run, times.ratio, times.low, times.high, error, status.tone, tip))
     if len(dots) < 2 or result.prediction is not None or result.training is not None:
         return None
     name = "Speed and output error of each run. Area: peak memory; line: interval of the speed; dashed: tolerance."
@@ -154,13 +147,15 @@ def _tradeoff(dots: Sequence[_Dot], result: ScanResult) -> Iterator[Markup]:
     fastest = max(1.25, *(min(dot.high, dot.ratio * 4) for dot in dots)) * 1.1
     x = _Axis(slowest, fastest, _LEFT, _RIGHT, log=True)  # a wider interval ends at the edge
     y = _Axis(min(errors) / 3, max(errors) * 3, _BOTTOM, _TOP, log=True)
-    shown = [(1.0, "fp32")]
+    # fp32 always has its tick, the others where there is room
+    ticks = [(1.0, "fp32")]
     for factor in (2, 4, 10, 30, 100, 300, 1.5, 1.2):
         for value, text in ((float(factor), f"{factor} × as fast"), (1 / factor, f"{factor} × slower")):
-            if _LEFT + 40 < x(value) < _RIGHT - 40 and all(abs(x(value) - x(known)) > 85 for known, _ in shown):
-                shown.append((value, text))
-    yield from _frame(x, y, shown, "output error", "speed")
+            if _LEFT + 40 < x(value) < _RIGHT - 40 and all(abs(x(value) - x(tick)) > 85 for tick, _ in ticks):
+                ticks.append((value, text))
+    yield from _frame(x, y, ticks, "output error", "speed")
     yield _line(x(1), _TOP, x(1), _BOTTOM, "dim", stroke_dasharray="2 3")
+    # boxes that labels must not cover: dots and their intervals, then each label itself
     places = {dot.run.key: (x(dot.ratio), y(dot.error)) for dot in dots}
     taken: list[tuple[float, ...]] = [(px - 11, py - 11, px + 11, py + 11) for px, py in places.values()]
     taken += [(x(dot.low), y(dot.error) - 1, x(dot.high), y(dot.error) + 1) for dot in dots]
@@ -173,13 +168,14 @@ def _tradeoff(dots: Sequence[_Dot], result: ScanResult) -> Iterator[Markup]:
         taken += [at, (_LEFT, y(limit) - 1, _RIGHT, y(limit) + 1)]
         yield _line(_LEFT, y(limit), _RIGHT, y(limit), "bad", stroke_dasharray="6 4")
         yield _text(at[0], at[3] - 3, text, "start", "bad")
+    # a plan is joined with the run from which its search started
     for dot in dots:
         for base in dots:
             if is_plan_of(dot.run, base.run):
                 yield _line(*places[base.run.key], *places[dot.run.key], "dim", stroke_dasharray="1 3", stroke_width=2)
     for dot in dots:
         px, py = x(dot.ratio), y(dot.error)
-        color = f"var(--{'dim' if dot.tone == 'none' else dot.tone})"
+        color = f"var(--{dot.tone.replace('none', 'dim')})"
         yield _line(x(dot.low), py, x(dot.high), py, "dim", stroke_width=1.5)
         radius = round(9 * math.sqrt(min(2.0, max(0.1, memory_ratio(dot.run, result.runs) or 1.0))), 1)
         tip = _tag("title", dot.tip)
@@ -220,39 +216,39 @@ def error_along(run: Run) -> Chart | None:
 
 def _along(run: Run, rows: Sequence[tuple[int, OpCall]], errors: Sequence[float]) -> Iterator[Markup]:
     limit = run.tolerance
-    ends = errors
-    if limit:
-        ends = [*errors, limit]
+    ends = [*errors, *filter(None, [limit])]
     x = _Axis(1, len(rows), _LEFT + 6, _RIGHT - 6, log=False)
     y = _Axis(max(min(ends), max(ends) * 1e-9) / 1.5, max(ends) * 2, _BOTTOM, _TOP, log=True)
-    kept = list(worst_of_segments(rows, MOST_POINTS))
+    drawn = list(worst_of_segments(rows, MOST_POINTS))
     yield from _frame(x, y, [(step, f"{step:g}") for step in x.steps() if step >= 1], "relative error", "op call")
     if limit:
         yield _line(_LEFT, y(limit), _RIGHT, y(limit), "bad", stroke_dasharray="6 4")
         yield _text(_RIGHT, y(limit) - 5, f"tolerance {limit_figure(limit)}", "end", "bad")
-    local = ((x(at), y(row.local_error)) for at, row in kept if row.local_error)
+    # one path for all dots, each a line of no length with round ends, keeps the page small
+    local = ((x(at), y(row.local_error)) for at, row in drawn if row.local_error)
     dots = "".join(f"M{px:g} {py:g}h0" for px, py in local)
     yield _tag("path", d=dots, stroke="var(--s2)", stroke_width=3, stroke_linecap="round", stroke_opacity=0.55)
     line = [
         (x(at), y(row.accumulated_error)) if row.accumulated_error else None
-        for at, row in kept
+        for at, row in drawn
         if row.accumulated_error or row.gives_nonfinite
     ]
     yield _path(line, "s1", stroke_width=1.8)
-    for at, row in kept:
+    for at, row in drawn:
         if row.gives_nonfinite:
             yield _text(x(at), _TOP + 10, "✕", color="bad")
         elif row.outcome == "rescued":
             yield _text(x(at), _BOTTOM - 4, "▲", color="warn")
+    # transparent strips over the whole height carry the tooltips
     width = round((_RIGHT - _LEFT) / min(len(rows), MOST_TIPS), 1)
     for at, row in worst_of_segments(rows, MOST_TIPS):
-        found = []
-        if row.gives_nonfinite:
-            found = ["Inf or NaN"]
-        found += [f"accumulated {error_figure(row.accumulated_error)}"] if row.accumulated_error is not None else []
-        found += [f"local {error_figure(row.local_error)}"] if row.local_error is not None else []
+        figures = ["Inf or NaN"] * row.gives_nonfinite
+        if row.accumulated_error is not None:
+            figures.append(f"accumulated {error_figure(row.accumulated_error)}")
+        if row.local_error is not None:
+            figures.append(f"local {error_figure(row.local_error)}")
         place = ", ".join(filter(None, (module_name(row.module), row.source)))
-        tip = _tag("title", visible(f"{at}: {short_op(row.op)} · {place} · {', '.join(found)}"))
+        tip = _tag("title", visible(f"{at}: {short_op(row.op)} · {place} · {', '.join(figures)}"))
         size = {"width": width, "height": _BOTTOM - _TOP}
         yield _tag("rect", tip, x=round(x(at) - width / 2, 1), y=_TOP, **size, fill="transparent")
     yield _text(_LEFT + 4, 10, "— accumulated", "start", "s1")
@@ -301,7 +297,9 @@ def training(result: ScanResult) -> Chart | None:
     def draw() -> str:
         parts = _svg(loss, _steps(lines, band, setup.steps, "loss", log=False))
         has_distances = any(value for *_, values in apart for value in values)
-        return parts + (_svg(weights, _steps(apart, [], setup.steps, "distance", log=True)) if has_distances else "")
+        if has_distances:
+            parts += _svg(weights, _steps(apart, [], setup.steps, "distance", log=True))
+        return parts
 
     return Chart(loss, draw, detail="all")
 
@@ -322,7 +320,8 @@ def _steps(
         room = max(max(reference) - min(reference), 1e-12)
         low, high = max(low, min(reference) - 3 * room), min(high, max(reference) + 3 * room)
         low, high = low - 0.06 * (high - low), high + 0.06 * (high - low)
-    low, high = (low / 1.2, high * 1.2) if log else (low, high)
+    if log:
+        low, high = low / 1.2, high * 1.2
     x, y = _Axis(0, steps, _LEFT, _RIGHT - 110, log=False), _Axis(low, high, _BOTTOM, _TOP + 6, log=log)
     ticks = [(step, f"{step:g}") for step in x.steps() if step == int(step)]
     yield from _frame(x, y, ticks, name, "step")
@@ -340,10 +339,11 @@ def _steps(
         yield _tag("g", tip + _path(points, color, stroke_width=2))
         last = next((point for point in reversed(points) if point is not None), None)
         if last is not None:
+            # the name stands behind the end of the line, or above or below others there
             near = [(last[0] + 8, last[1] + 14 * step - 8) for step in (0, -1, 1, -2, 2, -3, 3, -4, -5, -6, -7)]
             at = _first_free(near, 0.9 * len(text) * _LETTER, taken)
             taken.append(at)
-            ended = " ✕ Inf/NaN" if line[-1] is None else ""
+            ended = fill(" ✕ Inf/NaN", line[-1] is None)
             yield _text(at[0], at[3] - 3, f"{text[:24]}{ended}", "start", color)
 
 
@@ -356,12 +356,13 @@ def magnitudes(run: Run) -> Chart | None:
     for module in run.magnitudes:
         for exponent, count in enumerate(module.counts, module.lowest):
             counts[exponent] = counts.get(exponent, 0) + count
-    shown = {exponent: count for exponent, count in counts.items() if count and exponent > -160}
-    if not shown or run.basis is None:
+    # the smallest numbers of fp32 lie at 2**-149
+    in_range = {exponent: count for exponent, count in counts.items() if count and exponent > -160}
+    if not in_range or run.basis is None:
         return None
     own = run.basis.format
     name = f"Magnitudes of fp32's values, and the range of {own.short}"
-    return Chart(name, lambda: _svg(name, _histogram(shown, own)), detail="all")
+    return Chart(name, lambda: _svg(name, _histogram(in_range, own)), detail="all")
 
 
 def _histogram(counts: dict[int, int], own: FloatFormat) -> Iterator[Markup]:
@@ -376,9 +377,11 @@ def _histogram(counts: dict[int, int], own: FloatFormat) -> Iterator[Markup]:
         tip = _tag("title", f"2^{exponent}: {count:,} of {total:,} sampled values")
         size = {"width": round(x(exponent + 1) - x(exponent) - 0.5, 1), "height": round(_BOTTOM - top, 1)}
         yield _tag("rect", tip, x=x(exponent), y=top, **size, fill=f"var(--{'bad-bar' if outside else 'bar'})")
-    for row, known in enumerate(dict.fromkeys((*LOW_FORMATS, own))):
+    # above the bars a line for each format: thick where it is precise, dashed for subnormals
+    for row, low_format in enumerate(dict.fromkeys((*LOW_FORMATS, own))):
         height = _TOP + 6 + 18 * row
-        ends = [x(math.log2(value)) for value in (known.smallest_subnormal, known.smallest_normal, known.largest)]
+        limits = (low_format.smallest_subnormal, low_format.smallest_normal, low_format.largest)
+        ends = [x(math.log2(value)) for value in limits]
         yield _line(ends[0], height, ends[1], height, "dim", stroke_width=2, stroke_dasharray="2 3")
         yield _line(ends[1], height, ends[2], height, "dim", stroke_width=5)
-        yield _text(ends[1] + 4, height + 13, f"{known.short}: full precision; dashed: subnormal", "start")
+        yield _text(ends[1] + 4, height + 13, f"{low_format.short}: full precision; dashed: subnormal", "start")

@@ -14,7 +14,7 @@ from lowprec_check.report.foreign_text import workflow_command
 from lowprec_check.report.layout.html import html
 from lowprec_check.report.layout.markdown import markdown
 from lowprec_check.schema.precisions import PRECISIONS
-from lowprec_check.schema.statements import counted, some
+from lowprec_check.schema.statements import agree, counted, fill, some
 
 WIDTH = 110
 LONGEST_SUMMARY = 200_000
@@ -63,6 +63,7 @@ def coverage_document(found: Coverage) -> Document:
     blocks += _incomplete(found)
     if found.unknown:
         blocks.append(Say(f"Not known to the catalog: {some([use.name for use in found.unknown], 8)}"))
+    # precisions that do not apply, such as to complex numbers: operators by precisions and reason
     without: dict[tuple[str, str], list[str]] = {}
     for use in found.ops:
         reasons: dict[str, list[str]] = {}
@@ -84,9 +85,10 @@ def _head(found: Coverage) -> Iterator[Block]:
     if not found.recorded_torch.startswith(f"{found.torch}."):
         yield Say(f"The tests ran with torch {found.recorded_torch}, which the catalog lacks for this device.")
     counts = {key: Counter(cell_of(use.support[key]) for use in found.ops) for key in found.dtypes}
-    shown = [cell for cell in _CELLS if cell in ("some", "none") or any(cells[cell] for cells in counts.values())]
-    columns = [Column("precision", "run"), *(Column(_CELLS[cell][1], "number") for cell in shown)]
-    rows = [Row([precision_of(key), *(counts[key][cell] for cell in shown)]) for key in found.dtypes]
+    # gaps are counted even if there are none
+    kinds = [cell for cell in _CELLS if cell in ("some", "none") or any(cells[cell] for cells in counts.values())]
+    columns = [Column("precision", "run"), *(Column(_CELLS[cell][1], "number") for cell in kinds)]
+    rows = [Row([precision_of(key), *(counts[key][cell] for cell in kinds)]) for key in found.dtypes]
     yield Table(columns, rows, "operators by precision")
 
 
@@ -96,8 +98,8 @@ def _incomplete(found: Coverage) -> Iterator[Block]:
     for test, why in found.incomplete.items():
         reasons.setdefault(why, []).append(test)
     if reasons:
-        said = f"{counted(len(found.incomplete), 'test')} {'is' if len(found.incomplete) == 1 else 'are'} incomplete"
-        yield Say(f"{said}, and may use more operators:")
+        number = len(found.incomplete)
+        yield Say(f"{counted(number, 'test')} {agree(number, 'is', 'are')} incomplete, and may use more operators:")
     for why, tests in reasons.items():
         yield Say(f"{why}: {some(tests, _SHOWN_NAMES)}", role="item")
 
@@ -126,10 +128,7 @@ def _words(use: OpUse, key: str) -> str:
     on = ""
     if cell in ("some", "none") and key.startswith("autocast"):
         on = f" on {low} inputs"
-    fixed = ""
-    if support.fixed_in:
-        fixed = f", from torch {support.fixed_in}"
-    return f"{_CELLS[cell][0].format(dtype=low)}{on}{fixed}"
+    return f"{_CELLS[cell][0].format(dtype=low)}{on}{fill(', from torch {}', support.fixed_in)}"
 
 
 def why(use: OpUse) -> str:
@@ -153,7 +152,8 @@ def coverage_diff_document(found: CoverageDiff) -> Document:
     head = verdict(found)
     blocks = list(compared(head, bool(found.regressions), sides, found.warnings, "coverages were recorded"))
     for title, changes in (("New gaps", found.new_gaps), ("Gaps that are gone", found.gone_gaps)):
-        blocks += [Heading(title), *change_blocks(changes)] if changes else []
+        if changes:
+            blocks += [Heading(title), *change_blocks(changes)]
     incomplete = (
         [f"{test} ({why})" for test, why in tests.items()] for tests in (found.old_incomplete, found.new_incomplete)
     )
@@ -167,7 +167,8 @@ def coverage_diff_document(found: CoverageDiff) -> Document:
         *zip(("Tests incomplete in the old one", "Tests incomplete in the new one"), incomplete, strict=True),
     ):
         listed = Table([Column("name")], [Row([name]) for name in names], title, most=_SHOWN_NAMES)
-        blocks += [Fold(f"{title} ({len(names):,})", [listed])] if names else []
+        if names:
+            blocks.append(Fold(f"{title} ({len(names):,})", [listed]))
     return Document(f"{head} · low precision in the tests", blocks)
 
 
@@ -182,15 +183,15 @@ def change_blocks(changes: Sequence[GapChange]) -> list[Block]:
         for cell, names in precisions.items():
             now = _CHANGES.get(cell.new, ("runs in {}",))[0].format(", ".join(names))
             before = _CHANGES.get(cell.old, ("", "ran before"))[1]
-            parts.append(now if cell.new == "unused" else f"{now} ({before})")
+            if cell.new != "unused":
+                now = f"{now} ({before})"
+            parts.append(now)
         title = f"{change.name}: {'; '.join(parts)}"
         if change.fix is None:
             blocks.append(Say(title, role="item"))
             continue
-        where = []
-        if change.sources:
-            where = [f"at {some(change.sources)}"]
-        lines = [*where, change.reason, f"→ {change.fix}", f"used by {some(change.tests)}"]
+        lines = [f"at {some(change.sources)}"] * bool(change.sources)
+        lines += [change.reason, f"→ {change.fix}", f"used by {some(change.tests)}"]
         blocks.append(Fold(title, [Say(line, role="item") for line in lines], open=True))
     more = len(changes) - _SHOWN
     if more > 0:
@@ -219,10 +220,7 @@ def coverage_github(found: Coverage, new: Collection[str] | None = None) -> str:
     ``new``, the ops that are new gaps, these come first and say so, and others are notices, which
     have 10 of their own.
     """
-    if new is None:
-        gaps = found.gaps
-    else:
-        gaps = sorted(found.gaps, key=lambda use: use.name not in new)
+    gaps = sorted(found.gaps, key=lambda use: use.name not in (new or ()))
     commands = []
     for use in gaps:
         path, _, line = use.sources[0].rpartition(":")
@@ -238,7 +236,7 @@ def coverage_github(found: Coverage, new: Collection[str] | None = None) -> str:
             level = "warning"
         title = f"lowprec: {'new: ' * is_new}{use.name} {', '.join(parts)} on {found.device}"
         message = f"{why(use)} ({found.evidence}, torch {found.torch}). Used by {counted(len(use.tests), 'test')}"
-        message += f"; also at {some(use.sources[1:])}" if len(use.sources) > 1 else ""
+        message += fill("; also at {}", some(use.sources[1:]))
         commands.append(workflow_command(level, message, file=path.replace("\\", "/"), line=line, title=title) + "\n")
     return "".join(commands)
 
@@ -251,13 +249,17 @@ def step_summary(
 
     ``head`` is the verdict of the gate. Tests are left out: the report has them.
     """
-    blocks: list[Block] = [Heading(_TITLE), *([Say(head, role="note")] if head else []), *_head(found)]
+    blocks: list[Block] = [Heading(_TITLE)]
+    if head:
+        blocks.append(Say(head, role="note"))
+    blocks += _head(found)
     if changes is not None:
         blocks += change_blocks(changes.new_gaps) or [Say(verdict(changes))]
     blocks += _incomplete(found)
     if found.gaps:
         gaps = _uses(found, found.gaps, "gaps", most=len(found.gaps))
         blocks.append(Fold(f"All {counted(len(found.gaps), 'gap')}", [gaps]))
+    # Markdown limits characters, GitHub bytes
     document, most = Document(_TITLE, blocks), longest
     while len((text := f"{markdown(document, most)}\n").encode()) > longest and most:
         most = most * 2 // 3

@@ -24,6 +24,7 @@ def diff_document(diff: ScanDiff) -> Document:
     ]
     blocks = list(compared(title, bool(diff.regressions), sides, diff.warnings, "scans ran"))
     columns = [Column("run", "run"), Column("old"), Column("new"), Column("what changed", "sentence")]
+    # one table for each direction: regressions come first
     for direction, head in _DIRECTIONS.items():
         rows = []
         for change in diff.changes:
@@ -35,6 +36,7 @@ def diff_document(diff: ScanDiff) -> Document:
         if rows:
             blocks.append(Heading(f"{head} ({len(rows):,})", anchor=direction))
             blocks.append(Table(columns, rows, head, most=_SHOWN))
+    # then all runs, whether they changed or not
     rows = []
     for pair in diff.runs:
         status = _arrow("status", pair.old_status, pair.new_status)
@@ -56,11 +58,10 @@ def compared(
         yield Say(side, role="hint", lead=name)
     if warnings:
         yield Say(f"The two {what} under different conditions:", "warn", "note")
-        more = []
-        if len(warnings) > _SHOWN:
-            more = [f"and {len(warnings) - _SHOWN} more"]
-        for warning in [*warnings[:_SHOWN], *more]:
+        for warning in warnings[:_SHOWN]:
             yield Say(warning, role="item")
+        if len(warnings) > _SHOWN:
+            yield Say(f"and {len(warnings) - _SHOWN} more", role="item")
 
 
 def verdict(diff: ScanDiff) -> str:
@@ -68,9 +69,13 @@ def verdict(diff: ScanDiff) -> str:
     missing = sum(pair.new_status is None for pair in diff.runs)
     if not diff.changes:
         return "No difference beyond noise"
-    parts = [counted(diff.regressions, "regression") if diff.regressions else "No regression"]
-    parts += [counted(diff.improvements, "improvement")] if diff.improvements else []
-    parts += [f"{counted(missing, 'run')} missing from the new scan"] if missing else []
+    parts = ["No regression"]
+    if diff.regressions:
+        parts = [counted(diff.regressions, "regression")]
+    if diff.improvements:
+        parts.append(counted(diff.improvements, "improvement"))
+    if missing:
+        parts.append(f"{counted(missing, 'run')} missing from the new scan")
     return ", ".join(parts)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lowprec_check.report.blocks import Block, CodeBlock, Column, Document, Heading, Row, Say, Table
 from lowprec_check.report.foreign_text import visible_text
 from lowprec_check.schema.fixing import Fixing, ScriptProof
-from lowprec_check.schema.statements import Tone, counted, say
+from lowprec_check.schema.statements import Tone, agree, counted, fill, say
 
 _PROVEN = [
     Column("precision", "run"),
@@ -38,17 +38,17 @@ def fix_blocks(fixing: Fixing, *, heading: bool = False) -> Iterator[Block]:
         yield CodeBlock(visible_text(fixing.diff.rstrip("\n")), "diff")
     if fixing.proven:
         rows = []
-        for its in fixing.proven:
+        for proof in fixing.proven:
             further = None
-            if its.further:
-                further = f"{its.further - its.further_failed} of {its.further}"
-            errors = [its.error_before, its.error_after, its.tolerance]
-            rows.append(Row([its.precision, its.before, its.after, *errors, further]))
+            if proof.further:
+                further = f"{proof.further - proof.further_failed} of {proof.further}"
+            errors = [proof.error_before, proof.error_after, proof.tolerance]
+            rows.append(Row([proof.precision, proof.before, proof.after, *errors, further]))
         yield Table(_PROVEN, rows, "precisions before and after the patch")
     if fixing.changes:
         columns = [Column("line", "source"), Column("change"), Column("findings"), Column("what", "sentence")]
         rows = [
-            Row([f"{c.file}:{c.line}", c.kind, ", ".join(c.codes) or None, f"{c.op}: {c.why}" if c.op else c.why])
+            Row([f"{c.file}:{c.line}", c.kind, ", ".join(c.codes) or None, f"{fill('{}: ', c.op)}{c.why}"])
             for c in fixing.changes
         ]
         yield Table(columns, rows, "changes", headings=2)
@@ -60,16 +60,13 @@ def fix_blocks(fixing: Fixing, *, heading: bool = False) -> Iterator[Block]:
     searched = say("{trials:count trial} in {seconds:seconds}", trials=fixing.trials, seconds=fixing.seconds).text
     if fixing.script is None:
         searched += say(", after a scan of {scan:seconds}", scan=fixing.scan_seconds).text
-    stopped = ""
-    if fixing.stopped:
-        stopped = f"; the search stopped {fixing.stopped}"
     if fixing.trials:
+        stopped = fill("; the search stopped {}", fixing.stopped)
         yield Say(f"{searched[:1].upper()}{searched[1:]}{stopped}.", role="hint")
     if fixing.left_alone:
         columns = [Column("left alone", "source"), Column("op"), Column("why", "sentence")]
-        yield Table(
-            columns, [Row([its.source, its.op, its.reason]) for its in fixing.left_alone], "left alone", most=20
-        )
+        rows = [Row([place.source, place.op, place.reason]) for place in fixing.left_alone]
+        yield Table(columns, rows, "left alone", most=20)
 
 
 def _of_script(fixing: Fixing, script: ScriptProof) -> tuple[str, Tone]:
@@ -88,29 +85,34 @@ def _of_script(fixing: Fixing, script: ScriptProof) -> tuple[str, Tone]:
             skipped = f", with {counted(script.skipped, 'step')} skipped"
         words = f"With {counted(len(fixing.changes), 'change')}, {what} {after}{skipped}; without, {before}.{tolerance}"
         return words, "good" if fixing.passes else "warn"
+    # no change: either none is needed, or none helps
     if fixing.passes:
         return f"Nothing to fix: {what} {before}.", "good"
-    found = "No change was found" if fixing.left_alone else "No known fault was seen, so nothing is changed"
+    reason = "No known fault was seen, so nothing is changed"
+    if fixing.left_alone:
+        reason = "No change was found"
     others = " lowprec-check scan --train tries other loss scales and ways to train."
-    return f"{found}: {what} {before}.{tolerance}{others}", "bad"
+    return f"{reason}: {what} {before}.{tolerance}{others}", "bad"
 
 
 def _verdict(fixing: Fixing) -> tuple[str, Tone]:
     if fixing.script is not None:
         return _of_script(fixing, fixing.script)
-    names = ", ".join(its.precision for its in fixing.proven)
-    failing = [its for its in fixing.proven if not its.passes]
     if not fixing.proven:
         return "Nothing to fix: each precision passes.", "good"
+    names = ", ".join(proof.precision for proof in fixing.proven)
+    passes = agree(len(fixing.proven), "passes", "pass")
     if not fixing.due:
-        return f"No change was found with which {names} {'pass' if len(fixing.proven) > 1 else 'passes'}.", "bad"
+        return f"No change was found with which {names} {passes}.", "bad"
     what = counted(len(fixing.changes), "change")
     if fixing.passes:
-        return f"With {what}, {names} {'pass' if len(fixing.proven) > 1 else 'passes'}.", "good"
-    fail = "fail" if len(failing) > 1 else "fails"
-    where = " on further inputs" if all(its.after == "ok" for its in failing) else ""
-    nearest = f"{what} {'come' if len(fixing.changes) > 1 else 'comes'} nearest"
-    return f"{nearest}: {', '.join(its.precision for its in failing)} still {fail}{where}.", "warn"
+        return f"With {what}, {names} {passes}.", "good"
+    # the best patch that was found is worth showing, even if it is not enough
+    failing = [proof for proof in fixing.proven if not proof.passes]
+    fail = agree(max(1, len(failing)), "fails", "fail")
+    where = fill(" on further inputs", all(proof.after == "ok" for proof in failing))
+    nearest = f"{what} {agree(max(1, len(fixing.changes)), 'comes', 'come')} nearest"
+    return f"{nearest}: {', '.join(proof.precision for proof in failing)} still {fail}{where}.", "warn"
 
 
 def _bits(fixing: Fixing) -> str:
@@ -129,15 +131,13 @@ def suggestions(fixing: Fixing) -> str:
     """Each change as a block that GitHub offers to commit, in a review comment on its lines."""
     parts = []
     for change in fixing.changes:
-        last = change.end_line if change.before else change.line
-        if last <= change.line:
-            lines = f"{change.line}"
-        else:
-            lines = f"{change.line}-{last}"
-        if change.after.endswith(("\n", "\r")):
-            after = change.after
-        else:
-            after = f"{change.after}\n"
+        # an insertion has no lines that it replaces
+        lines, after = f"{change.line}", change.after
+        if change.before and change.end_line > change.line:
+            lines = f"{change.line}-{change.end_line}"
+        if not after.endswith(("\n", "\r")):
+            after = f"{after}\n"
+        # longer than any run of backticks in it
         fence = "`" * max(
             3, 1 + max((len(run) for run in after.replace("`", " `").split() if set(run) == {"`"}), default=0)
         )

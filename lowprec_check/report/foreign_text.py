@@ -10,6 +10,7 @@ import unicodedata
 
 # -- On one line of any format
 
+# written with escapes, since none of these characters can be seen in an editor
 _EMOJI = "\u2190-\u2bff\U0001f000-\U0001faff"
 _BLANK = (
     "\xad\u034f\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e"
@@ -34,9 +35,9 @@ def visible(text: str, most: int = LONGEST) -> str:
 
 
 def _escape(match: re.Match[str]) -> str:
-    number = ord(match[0])
-    if match[0] in "\n\r\t":
-        return {"\n": "\\n", "\r": "\\r", "\t": " "}[match[0]]
+    number, short = ord(match[0]), {"\n": "\\n", "\r": "\\r", "\t": " "}
+    if match[0] in short:
+        return short[match[0]]
     if number < 256:
         return f"\\x{number:02x}"
     if number < 0x10000:
@@ -66,8 +67,8 @@ def workflow_command(command: str, message: str, **properties: str) -> str:
             text = text.replace(character, f"%{ord(character):02X}")
         return text
 
-    shown = ",".join(f"{name}={encoded(value, ':,')}" for name, value in properties.items())
-    return f"::{command} {shown}::{encoded(message)}"
+    pairs = ",".join(f"{name}={encoded(value, ':,')}" for name, value in properties.items())
+    return f"::{command} {pairs}::{encoded(message)}"
 
 
 # -- Without folders of this machine: in a comment, a log, an upload
@@ -103,6 +104,7 @@ def _without_folder(match: re.Match[str]) -> str:
         here = os.sep
     if len(here) > 1 and path.startswith(here) and path != here:
         return path[len(here) :]
+    # any other folder is the user's business: the name alone
     return re.split(r"[/\\]", path.rstrip("/\\"))[-1]
 
 
@@ -149,6 +151,7 @@ def _handle(error: UnicodeError) -> tuple[str, int]:
         raise error
     lost = error.object[error.start : error.end]
     written = transliterated(lost)
+    # columns stay aligned: what is wider takes spaces from the next gap, of which one is left
     excess = len(written) - sum(map(_width, lost))
     gap = _NEXT_GAP.match(error.object, error.end)
     if gap is None or excess <= 0:
@@ -160,7 +163,7 @@ def _width(character: str) -> int:
     """Columns on a terminal."""
     if unicodedata.combining(character) or character == "\ufe0f":
         return 0
-    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+    return 1 + (unicodedata.east_asian_width(character) in "WF")
 
 
 codecs.register_error(TRANSLITERATE, _handle)

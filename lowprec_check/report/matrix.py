@@ -23,7 +23,7 @@ from lowprec_check.report.blocks import (
 )
 from lowprec_check.schema.matrix import Matrix, MatrixCell, MatrixRow
 from lowprec_check.schema.run_key import PLAN
-from lowprec_check.schema.statements import counted, short_op
+from lowprec_check.schema.statements import counted, error_figure, fill, short_op
 from lowprec_check.schema.verdict import LOOKS, look
 
 _MOST_OPS = 30
@@ -55,19 +55,18 @@ def matrix_document(
 
     def name_of(row: MatrixRow) -> str:
         """``timm:vit_tiny --train on cuda``: its own options, and its device if they differ."""
-        own = []
-        if row.options[len(options) :]:
-            own = [shlex.join(row.options[len(options) :])]
-        return " ".join([row.target, *own, *([f"on {row.device}"] if row.device and len(devices) > 1 else [])])
+        device = fill("on {}", len(devices) > 1 and row.device)
+        return " ".join(filter(None, (row.target, shlex.join(row.options[len(options) :]), device)))
 
-    missed = ""
-    if failed:
-        missed = f"; {len(failed)} could not be"
-    blocks: list[Block] = [Say(title, role="title"), *([Say(note, role="note")] if note else [])]
+    blocks: list[Block] = [Say(title, role="title")]
+    if note:
+        blocks.append(Say(note, role="note"))
+    # one model may be scanned with several options
     targets = len({row.target for row in scanned})
     times = ""
     if targets != len(scanned):
         times = f" in {counted(len(scanned), 'scan')}"
+    missed = fill("; {} could not be", len(failed))
     blocks.append(Say(f"{counted(targets, 'model')} scanned{times}{missed}."))
     counts = {column: Counter(status_of(cell) for cell in cells if column_of(cell) == column) for column in columns}
     statuses = [status for status in LOOKS if any(count[status] for count in counts.values())]
@@ -76,20 +75,16 @@ def matrix_document(
         rows = [Row([column, *(counts[column][one] for one in statuses)]) for column in columns]
         blocks.append(Table(heads, rows, "totals"))
     blocks += [Say(line, role="hint") for line in dict.fromkeys(map(_machine, scanned))]
-    blocks += [Say(f"scanned with {shlex.join(options)}", role="hint")] if options else []
+    if options:
+        blocks.append(Say(f"scanned with {shlex.join(options)}", role="hint"))
     missing = Counter((op, column_of(cell)) for cell in cells for op in dict.fromkeys(cell.gaps))
     if missing:
         heads = [Column("op", "op"), Column("precision", "run"), Column("scans", "number")]
-        rows = [Row([*found, number]) for found, number in missing.most_common(_MOST_OPS)]
+        rows = [Row([op, column, number]) for (op, column), number in missing.most_common(_MOST_OPS)]
         blocks += [Heading("Ops without a kernel"), Table(heads, rows, "ops without a kernel")]
     if scanned:
-        timed = _TIMED if any(cell.time for cell in cells) else ""
-        notes = [_HOW_TO_READ.format(timed)]
-        notes += [_FURTHER] if any(status_of(cell) != cell.status for cell in cells if not cell.degenerate) else []
-        notes += [_TRAINED] if any(cell.error and cell.error.endswith(" off") for cell in cells) else []
-        notes += [_PREDICTED] if any(cell.evidence == "predicted" for cell in cells) else []
-        blocks += [Heading("Models"), Say(" ".join(notes), role="hint")]
-        blocks.append(_models(scanned, columns, name_of, pages))
+        hint = _how_to_read(cells)
+        blocks += [Heading("Models"), Say(hint, role="hint"), _models(scanned, columns, name_of, pages)]
         blocks += [Heading("Runs", detail="all"), _runs(scanned, name_of)]
     if failed:
         rows = [Row([name_of(row), row.reason or ""]) for row in failed]
@@ -99,19 +94,35 @@ def matrix_document(
     return Document(title, blocks, f"lowprec-check {tool}".strip(), whole=True)
 
 
+def _how_to_read(cells: list[MatrixCell]) -> str:
+    """How to read the cells: only what at least one of them shows."""
+    timed = any(cell.time for cell in cells)
+    notes = {
+        _HOW_TO_READ.format(fill(_TIMED, timed)): True,
+        _FURTHER: any(status_of(cell) != cell.status for cell in cells if not cell.degenerate),
+        _TRAINED: any(cell.error and cell.error.endswith(" off") for cell in cells),
+        _PREDICTED: any(cell.evidence == "predicted" for cell in cells),
+    }
+    return " ".join(note for note, applies in notes.items() if applies)
+
+
 def column_of(cell: MatrixCell) -> str:
     """``plan`` of ``plan (half)``; backends have columns of their own."""
-    if cell.column is not None:
-        return cell.column
-    return PLAN if cell.precision.startswith(f"{PLAN} (") else cell.precision
+    if cell.column is None and cell.precision.startswith(f"{PLAN} ("):
+        return PLAN
+    if cell.column is None:
+        return cell.precision
+    return cell.column
 
 
 def status_of(cell: MatrixCell) -> str:
     """The worst status on all inputs; ``unjudged`` too if the output is degenerate."""
     if cell.degenerate:
         return "unjudged"
-    further = cell.further_inputs.statuses if cell.status == "ok" and cell.further_inputs else {}
-    return max([cell.status, *further], key=lambda status: look(status).rank)
+    statuses: list[str] = [cell.status]
+    if cell.status == "ok" and cell.further_inputs:
+        statuses += list(cell.further_inputs.statuses)
+    return max(statuses, key=lambda status: look(status).rank)
 
 
 def _models(rows: list[MatrixRow], columns: list[str], name_of: Callable[[MatrixRow], str], pages: str | None) -> Table:
@@ -121,11 +132,14 @@ def _models(rows: list[MatrixRow], columns: list[str], name_of: Callable[[Matrix
     shown = []
     for row in rows:
         name, cells = name_of(row), {column_of(cell): _outcome(cell) for cell in row.cells}
-        model = name if pages is None else Link(name, f"models/{row.slug}{pages}")
+        model: str | Link = name
+        if pages is not None:
+            model = Link(name, f"models/{row.slug}{pages}")
+        # the advice rests on nothing if the output of that run cannot be judged
         advice = row.recommended or "fp32"
         runs = (advice, advice.removesuffix(" (predicted)"))
-        doubtful = any(cell.degenerate and cell.precision in runs for cell in row.cells)
-        advice = f"{advice} ({look('unjudged').word})" if doubtful else advice
+        if any(cell.degenerate and cell.precision in runs for cell in row.cells):
+            advice = f"{advice} ({look('unjudged').word})"
         shown.append(Row([model, advice, weights[row.weights], row.parameters, *map(cells.get, columns)]))
     return Table(heads, shown, "models", searchable=True)
 
@@ -135,15 +149,18 @@ def _outcome(cell: MatrixCell) -> StatusOf:
     status = status_of(cell)
     parts = [why(cell) or look(status).word]
     if status in ("ok", "inaccurate") and status == cell.status:
-        parts = [cell.error or ("infinite" if cell.rel_l2 is None else cell_text(cell.rel_l2, "error"))]
-        parts += [cell_text(speed_of(1 / cell.time), "speed")] if cell.time else []
-    return StatusOf(status, " · ".join([*parts, *([] if cell.evidence == "measured" else [cell.evidence])]))
+        parts = [cell.error or error_figure(cell.rel_l2)]
+        if cell.time:
+            parts.append(cell_text(speed_of(1 / cell.time), "speed"))
+    if cell.evidence != "measured":
+        parts.append(cell.evidence)
+    return StatusOf(status, " · ".join(parts))
 
 
 def why(cell: MatrixCell) -> str | None:
     """Why a run fails or cannot be judged, beyond its status: ``no linalg_cholesky_ex +1``."""
     if cell.status == "error" and cell.gaps:
-        return f"no {short_op(cell.gaps[0])}{f' +{len(cell.gaps) - 1}' if len(cell.gaps) > 1 else ''}"
+        return f"no {short_op(cell.gaps[0])}{fill(' +{}', len(cell.gaps) - 1)}"
     if cell.status == "error" and cell.first_gap:
         return f"{cell.first_gap_kind}: {short_op(cell.first_gap)}"
     if cell.degenerate or status_of(cell) == cell.status or cell.further_inputs is None:
@@ -179,6 +196,7 @@ def _runs(rows: list[MatrixRow], name_of: Callable[[MatrixRow], str]) -> Table:
 
 def _common_options(matrix: Matrix) -> list[str]:
     """The first options, if all rows have them."""
+    # as many words from the left as are the same in all rows
     lists = [row.options for row in matrix.rows]
     common = [words[0] for words in itertools.takewhile(lambda words: len(set(words)) == 1, zip(*lists, strict=False))]
     following = [words[len(common)] for words in lists if len(words) > len(common)]
@@ -193,6 +211,6 @@ def _machine(row: MatrixRow) -> str:
         f"torch {env.get('torch', '?')}",
         *(f"{package} {env[package]}" for package in ("torchvision", "timm", "transformers") if package in env),
         f"{row.cells[0].device if row.cells else '?'}: {env.get('device_name', '?')}",
-        f"{env.get('threads', '?')} thread{'' if env.get('threads') == '1' else 's'}",
+        f"{env.get('threads', '?')} thread{fill('s', env.get('threads') != '1')}",
     ]
     return " · ".join(parts)

@@ -76,20 +76,22 @@ class Calls:
 
     def worst_error(self) -> Any:
         """The largest accumulated error, beside the tolerance of a run that fails."""
-        return self.cell("accumulated_error", None if self.run.status == "ok" else self.run.tolerance)
+        if self.run.status == "ok":
+            return self.cell("accumulated_error")
+        return self.cell("accumulated_error", self.run.tolerance)
 
 
 def calls_by(run: Run, field: Literal["op", "module", "source"]) -> dict[str, Calls]:
     """The op calls and gaps of ``run`` by op, module or line; those without one are left out."""
-    found = defaultdict[str, Calls](lambda: Calls(run))
+    calls_of = defaultdict[str, Calls](lambda: Calls(run))
     for position, key in enumerate(getattr(run.op_calls, field)):
         if key is not None:
-            found[key].positions.append(position)
+            calls_of[key].positions.append(position)
     for gap in run.gaps:
         key = getattr(gap, field)
         if key is not None:
-            found[key].gaps.append(gap)
-    return found
+            calls_of[key].gaps.append(gap)
+    return calls_of
 
 
 def column_of(name: str) -> Column:
@@ -116,8 +118,8 @@ _OTHERS = [name for name in _OPERATORS if name not in _MAIN]
 
 def operator_table(run: Run) -> Table | None:
     """A row per op, the worst first (no kernel, Inf or NaN, error); it unfolds its worst calls."""
-    found = calls_by(run, "op")
-    if not found:
+    calls_of = calls_by(run, "op")
+    if not calls_of:
         return None
     columns = [
         Column("op", "op"),
@@ -126,13 +128,15 @@ def operator_table(run: Run) -> Table | None:
         Column("without a kernel", "number", "Calls that fail in this precision and succeed in fp32."),
         *map(column_of, _OTHERS),
     ]
-    most = max(3, min(MOST_CALLS, _ALL_CALLS // len(found)))
+    # a run with many ops unfolds fewer calls of each, so that the page stays small
+    most = max(3, min(MOST_CALLS, _ALL_CALLS // len(calls_of)))
     rows = []
-    for op, calls in sorted(found.items(), key=lambda item: _order(item[1])):
+    for op, calls in sorted(calls_of.items(), key=lambda item: _order(item[1])):
         figures = {name: calls.cell(name) for name in _OPERATORS} | {"accumulated_error": calls.worst_error()}
         main, others = ([figures[name] for name in names] for names in (_MAIN, _OTHERS))
         cells = [op, len(calls.positions), *main, calls.without_kernel or None, *others]
-        rows.append(Row(cells, below=[_worst_calls(calls, most)] if calls.positions else ()))
+        below = [_worst_calls(calls, most)] if calls.positions else ()
+        rows.append(Row(cells, below=below))
     return Table(columns, rows, f"operators of {label(run)}", searchable=True).with_content()
 
 
@@ -142,11 +146,11 @@ def _order(calls: Calls) -> tuple[float, ...]:
 
 
 def _worst_calls(calls: Calls, most: int) -> Table:
-    known = calls.run.op_calls
+    op_calls = calls.run.op_calls
 
     def rank(at: int) -> tuple[float, ...]:
-        lost = known.introduced_inf[at] + known.introduced_nan[at]
-        return (-lost, -(known.share[at] or 0.0), -(known.accumulated_error[at] or 0.0))
+        lost = op_calls.introduced_inf[at] + op_calls.introduced_nan[at]
+        return (-lost, -(op_calls.share[at] or 0.0), -(op_calls.accumulated_error[at] or 0.0))
 
     columns = [Column("module", "module"), Column("line", "source"), Column("shape")]
     names = [name for name in _OPERATORS if QUANTITIES[name].of_call != ""]
@@ -154,7 +158,8 @@ def _worst_calls(calls: Calls, most: int) -> Table:
     rows = []
     for at in sorted(calls.positions, key=rank)[:most]:
         figures = map(Calls(calls.run, [at]).cell, names)
-        rows.append(Row([known.module[at], known.source[at], known.shape[at], *figures], module=known.module[at]))
+        module = op_calls.module[at]
+        rows.append(Row([module, op_calls.source[at], op_calls.shape[at], *figures], module=module))
     return Table(columns, rows, "the worst calls", left_out=len(calls.positions) - len(rows)).with_content()
 
 
@@ -186,6 +191,7 @@ def page_blocks(result: ScanResult) -> Iterator[Block]:
     runs = analyzed(result)
     if not runs:
         return
+    # the recommended run has columns too, in place of the last one
     calm, best = all(run.status == "ok" for run in runs), recommended_run(result)
     shown = runs[:MOST_RUNS]
     if best in runs and best not in shown:
@@ -203,13 +209,12 @@ def page_blocks(result: ScanResult) -> Iterator[Block]:
         "Operators": operator_folds(runs),
         "Value ranges": range_blocks(result, runs),
     }
+    # where nothing fails, nobody has to look: the sections are closed
     for title, blocks in parts.items():
         inside = [*blocks]
-        if not inside:
-            continue
-        if calm:
+        if inside and calm:
             yield Fold(title, inside, detail="all")
-        else:
+        elif inside:
             yield Heading(title, level=3, detail="all")
             yield from inside
 
@@ -217,8 +222,13 @@ def page_blocks(result: ScanResult) -> Iterator[Block]:
 def analyzed(result: ScanResult) -> list[Run]:
     """Runs with op calls or gaps, without the reference: wrong numbers first, then failures."""
     runs = [run for run in result.runs if not run.is_reference and (len(run.op_calls) or run.gaps)]
-    wrong = {"inaccurate": 0, "nonfinite": 0}
-    return sorted(runs, key=lambda run: wrong.get(run.status, 1) if look(run.status).tone == "bad" else 2)
+
+    def order(run: Run) -> int:
+        if look(run.status).tone != "bad":
+            return 2
+        return 1 - (run.status in ("inaccurate", "nonfinite"))
+
+    return sorted(runs, key=order)
 
 
 # -- the user's code
@@ -227,8 +237,9 @@ def analyzed(result: ScanResult) -> list[Run]:
 def source_table(result: ScanResult, runs: Sequence[Run]) -> Table | None:
     """The lines of each file, their ops and, for each run, the error share or worst error."""
     by_line = [calls_by(run, "source") for run in runs]
+    # the lines whose text was saved, by file
     files: dict[str, list[int]] = {}
-    for source in dict.fromkeys(source for found in by_line for source in found):
+    for source in dict.fromkeys(source for calls_of in by_line for source in calls_of):
         file, _, number = source.rpartition(":")
         if source in result.source_lines and number.isdigit():
             files.setdefault(file, []).append(int(number))
@@ -240,19 +251,19 @@ def source_table(result: ScanResult, runs: Sequence[Run]) -> Table | None:
             findings.setdefault(diagnostic.source, []).append(diagnostic)
     shares = [{part.name: part.share for part in line_shares(run)} if _has_shares(run, runs) else None for run in runs]
     columns = [Column("line"), Column("code", "code"), Column("ops")]
-    columns += map(_column, runs, ["accumulated_error" if known is None else "share" for known in shares])
+    columns += map(_column, runs, ["accumulated_error" if of_run is None else "share" for of_run in shares])
     columns.append(Column("found", "sentence"))
     rows = []
     for file, numbers in files.items():
         rows.append(Row([file, *[None] * (len(columns) - 1)]))
         for source in (f"{file}:{number}" for number in sorted(numbers)):
-            here = [found.get(source, Calls(run)) for run, found in zip(runs, by_line, strict=True)]
+            here = [calls_of.get(source, Calls(run)) for run, calls_of in zip(runs, by_line, strict=True)]
             ops = dict.fromkeys(short_op(op) for calls in here for op in calls.ops)
             figures: list[Any] = [
-                calls.worst_error() if known is None else known.get(source)
-                for calls, known in zip(here, shares, strict=True)
+                calls.worst_error() if of_run is None else of_run.get(source)
+                for calls, of_run in zip(here, shares, strict=True)
             ]
-            code, remark = result.source_lines[source], _found(here, findings.get(source, ())) or None
+            code, remark = result.source_lines[source], _remark(here, findings.get(source, ())) or None
             rows.append(Row([source.rpartition(":")[2], code, some([*ops]), *figures, remark], depth=1))
     return Table(columns, rows, "lines of code", headings=2, searchable=True).with_content()
 
@@ -264,11 +275,11 @@ def _has_shares(run: Run, runs: Sequence[Run]) -> bool:
 
 def _column(run: Run, name: str) -> Column:
     """The column of one quantity in one run: ``half error``."""
-    known = QUANTITIES[name]
-    return Column(f"{label(run)} {known.of_call}", known.type, known.meaning)
+    quantity = QUANTITIES[name]
+    return Column(f"{label(run)} {quantity.of_call}", quantity.type, quantity.meaning)
 
 
-def _found(here: Sequence[Calls], diagnostics: Sequence[Diagnostic]) -> str:
+def _remark(here: Sequence[Calls], diagnostics: Sequence[Diagnostic]) -> str:
     """``cholesky: missing-kernel (half); LP302 op-outlier``."""
     by_gap: dict[str, list[str]] = {}
     for calls in here:
@@ -286,50 +297,56 @@ def _found(here: Sequence[Calls], diagnostics: Sequence[Diagnostic]) -> str:
 def module_table(runs: Sequence[Run]) -> Table:
     """The tree of modules in which any of ``runs`` has an op or a gap, submodules included."""
     by_path = [calls_inside(run) for run in runs]
-    paths = _in_order(path for found in by_path for path in found)
-    kept = set(sorted(paths, key=lambda path: path.count(".") + bool(path))[:MOST_ROWS])
+    paths = _in_order(path for calls_of in by_path for path in calls_of)
+
+    def depth(path: str) -> int:
+        return path.count(".") + bool(path)
+
+    # of too many, the deepest are left out
+    listed = set(sorted(paths, key=depth)[:MOST_ROWS])
     with_shares = [run for run in runs if _has_shares(run, runs)]
     shares = [_shares_inside(run) for run in with_shares]
     columns = [Column("module", "module"), *(_column(run, "accumulated_error") for run in runs)]
     columns += [_column(run, "share") for run in with_shares]
     columns.append(Column("calls without a kernel", "number"))
     rows = []
-    for path in filter(kept.__contains__, paths):
-        here = [found.get(path, Calls(run)) for run, found in zip(runs, by_path, strict=True)]
-        figures = [*(calls.worst_error() for calls in here), *(known.get(path) for known in shares)]
+    for path in filter(listed.__contains__, paths):
+        here = [calls_of.get(path, Calls(run)) for run, calls_of in zip(runs, by_path, strict=True)]
+        figures = [*(calls.worst_error() for calls in here), *(of_run.get(path) for of_run in shares)]
         gaps = max(calls.without_kernel for calls in here)
-        rows.append(Row([path, *figures, gaps or None], depth=path.count(".") + 1 if path else 0, module=path))
+        rows.append(Row([path, *figures, gaps or None], depth=depth(path), module=path))
     left_out = len(paths) - len(rows)
     return Table(columns, rows, "modules", searchable=True, left_out=left_out).with_content()
 
 
 def calls_inside(run: Run) -> dict[str, Calls]:
     """Op calls and gaps by module, submodules included, also of one with only an error share."""
-    found: dict[str, Calls] = {}
+    calls_of: dict[str, Calls] = {}
     for module, calls in calls_by(run, "module").items():
         for path in _lineage(module):
-            inside = found.setdefault(path, Calls(run))
+            inside = calls_of.setdefault(path, Calls(run))
             inside.positions += calls.positions
             inside.gaps += calls.gaps
     for path in _shares_inside(run):
-        found.setdefault(path, Calls(run))
-    return found
+        calls_of.setdefault(path, Calls(run))
+    return calls_of
 
 
 def _shares_inside(run: Run) -> dict[str, float]:
     """The error share of each module in the budget, submodules and roundings between included."""
-    found: dict[str, float] = {}
-    for part in module_shares(run) if trusted_budget(run) else ():
-        for path in _lineage("" if part.name == BETWEEN else part.name):
-            found[path] = found.get(path, 0.0) + part.share
-    return found
+    shares: dict[str, float] = {}
+    if trusted_budget(run) is None:
+        return shares
+    for part in module_shares(run):
+        # a rounding between modules counts for the model itself
+        for path in _lineage(part.name.replace(BETWEEN, "")):
+            shares[path] = shares.get(path, 0.0) + part.share
+    return shares
 
 
 def _lineage(path: str) -> list[str]:
     """``["", "a", "a.b"]`` of ``a.b``."""
-    parts = []
-    if path:
-        parts = path.split(".")
+    parts = path.split(".") if path else []
     return [".".join(parts[:index]) for index in range(len(parts) + 1)]
 
 
@@ -363,17 +380,18 @@ def range_blocks(result: ScanResult, runs: Sequence[Run]) -> Iterator[Block]:
         *others,
     ]
     for run in runs:
-        known = {(d.module, d.op, d.source) for d in result.diagnostics if d.code in RANGES and d.is_about(run)}
-        if not known or run.basis is None:
+        reported = {(d.module, d.op, d.source) for d in result.diagnostics if d.code in RANGES and d.is_about(run)}
+        if not reported or run.basis is None:
             continue
-        limit, found, calls = run.basis.format.largest, dict[Any, Calls](), run.op_calls
+        # besides what findings are about, calls that lose values or come within a factor of 4 of the limit
+        limit, by_place, calls = run.basis.format.largest, dict[Any, Calls](), run.op_calls
         places = zip(calls.module, calls.op, calls.source, strict=True)
         values = zip(places, calls.introduced_inf, calls.flushed, calls.absmax, strict=True)
         for position, (place, lost, flushed, most) in enumerate(values):
-            if place in known or lost or (flushed or 0.0) > 0.01 or (most or 0.0) > limit / 4:
-                found.setdefault(place, Calls(run)).positions.append(position)
+            if place in reported or lost or (flushed or 0.0) > 0.01 or (most or 0.0) > limit / 4:
+                by_place.setdefault(place, Calls(run)).positions.append(position)
         rows = []
-        for place, here in found.items():
+        for place, here in by_place.items():
             top, *figures = map(here.cell, names)
             rows.append(Row([*place, top, None if top is None else top / limit, *figures], module=place[0]))
         rows.sort(key=lambda row: (-(row.cells[5] or 0), -(row.cells[6] or 0.0), -(row.cells[4] or 0.0)))
@@ -381,4 +399,4 @@ def range_blocks(result: ScanResult, runs: Sequence[Run]) -> Iterator[Block]:
             chart = charts.magnitudes(run)
             name = f"{counted(len(rows), 'op')} at the ends of the range of {run.basis.format.short}"
             table = Table(columns, rows[:40], name, left_out=max(0, len(rows) - 40)).with_content()
-            yield Fold(f"{label(run)}: {name}", [chart, table] if chart else [table])
+            yield Fold(f"{label(run)}: {name}", list(filter(None, [chart, table])))

@@ -47,14 +47,13 @@ class Place(NamedTuple):
     def sentence(self, message: Message, what_to_do: str = " → ") -> str:
         """``half, bfloat16: mul: message (in timm/x.py:7) → what to do``; no runs if about all."""
         about = "".join(f"{visible(part)}: " for part in (", ".join(message.runs), self.group.op) if part)
-        advice = ""
-        if message.help:
-            advice = f"{what_to_do}{visible(message.help, 1000)}"
-        return f"{about}{visible(message.text, 1000).rstrip('.')}{self._where(message)}{advice}"
+        advice = message.help and f"{what_to_do}{visible(message.help, 1000)}"
+        return f"{about}{visible(message.text, 1000).rstrip('.')}{self._where(message)}{advice or ''}"
 
     def _where(self, message: Message) -> str:
         """`` (in blocks.0.mlp, timm/mlp.py:42 and 3 more places)``; empty if only on the line."""
-        found = dict.fromkeys((d.module or "", (d.source or "") if d.caller else "") for d in message.found)
+        # the line itself is not named: only one in a package that it leads to
+        found = dict.fromkeys((d.module or "", (d.caller and d.source) or "") for d in message.found)
         first = next(iter(found))
         if not any(first) or (len(found) == 1 and not first[1]):
             return ""
@@ -71,15 +70,19 @@ def places(result: ScanResult, diagnostics: Iterable[Diagnostic] | None = None) 
     What was found in an installed package is at the user's line that leads there. Findings without
     a line are at the one that makes the model, else at the target.
     """
-    found: dict[tuple[str, str, bool, str | None], list[Diagnostic]] = {}
-    for d in result.diagnostics if diagnostics is None else diagnostics:
+    if diagnostics is None:
+        diagnostics = result.diagnostics
+    by_place: dict[tuple[str, str, bool, str | None], list[Diagnostic]] = {}
+    for d in diagnostics:
         if not d.accepted:
             at = result.model if d.source is None else d
+            # an empty caller: the target is a package's, so that no line of the user's leads there
             line, is_own = at.caller or at.source or result.target, at.caller != ""
-            found.setdefault((d.code, line, is_own, d.op), []).append(d)
-    for members in found.values():
+            by_place.setdefault((d.code, line, is_own, d.op), []).append(d)
+    merged = []
+    for (_, line, is_own, _), members in by_place.items():
         members.sort(key=lambda d: SEVERITIES.index(d.severity))
-    merged = [Place(line_of(line), group_of(its), its, is_own) for (_, line, is_own, _), its in found.items()]
+        merged.append(Place(line_of(line), group_of(members), members, is_own))
     return sorted(merged, key=lambda place: rank(place.group))
 
 

@@ -10,7 +10,7 @@ from lowprec_check.analysis.suspects import kept_because
 from lowprec_check.report.blocks import Block, CodeBlock, Column, Document, Row, Say, Table, speed_of
 from lowprec_check.schema.plan import Constant, Plan, Planning
 from lowprec_check.schema.run_key import qualified
-from lowprec_check.schema.statements import Sentence, chained, plain, say
+from lowprec_check.schema.statements import Sentence, agree, chained, plain, say
 
 _COLUMNS = [
     Column("base", "run"),
@@ -27,10 +27,10 @@ def plan_document(planning: Planning) -> Document:
     """The attempts, and the plan if one was found."""
     title, plan = f"lowprec-check plan · {planning.model} · {planning.device}", planning.plan
     rows = [
-        Row([one.base, one.status, one.rel_l2, one.kept, speed_of(one.speedup), one.trials, one.outcome])
-        for one in planning.attempts
+        Row([a.base, a.status, a.rel_l2, a.kept, speed_of(a.speedup), a.trials, a.outcome]) for a in planning.attempts
     ]
     blocks: list[Block] = [Say(title, role="title"), Table(_COLUMNS, rows, "bases")]
+    # one constant often fails in several bases: it is named once, with the first of them
     constants: dict[tuple[str | None, str], tuple[str, Constant]] = {}
     for attempt in planning.attempts:
         for constant in attempt.constants:
@@ -45,21 +45,15 @@ def plan_document(planning: Planning) -> Document:
         )
         blocks.append(Say(said.text, "warn", "note"))
     if plan is not None:
-        kept = "as it is"
+        change = "as it is"
         if plan.keep_fp32:
-            kept = f"with {in_fp32(plan.keep_fp32, len(plan.modules), plan)}"
-        proof = chained(*_proof(plan)).text
-        name, is_slower = qualified(plan.base, plan.backend, plan.memory_format), (plan.speedup or 1.0) < 1 / ALIKE
-        if is_slower:
-            verdict = f"{name} passes {kept}, but was slower than fp32 here"
-        else:
-            verdict = f"Use {name} {kept}"
-        blocks += [
-            Say(verdict, "warn" if is_slower else "good", "verdict"),
-            Say(f"{proof[:1].upper()}{proof[1:]}."),
-            *kept_modules(plan),
-            CodeBlock(plan.code),
-        ]
+            change = f"with {in_fp32(plan.keep_fp32, len(plan.modules), plan)}"
+        name = qualified(plan.base, plan.backend, plan.memory_format)
+        verdict = Say(f"Use {name} {change}", "good", "verdict")
+        if (plan.speedup or 1.0) < 1 / ALIKE:
+            verdict = Say(f"{name} passes {change}, but was slower than fp32 here", "warn", "verdict")
+        proof = chained(*_proof(plan), *_course(plan)).text
+        blocks += [verdict, Say(f"{proof[:1].upper()}{proof[1:]}."), *kept_modules(plan), CodeBlock(plan.code)]
     elif any(attempt.stopped_without_plan for attempt in planning.attempts):
         blocks.append(Say("No plan was found in time. A higher --budget may find one.", "bad", "verdict"))
     else:
@@ -70,7 +64,7 @@ def plan_document(planning: Planning) -> Document:
 
 def kept_modules(plan: Plan) -> list[Block]:
     """Why each module of a plan stays in fp32."""
-    rows = [Row([one.module, kept_because(one)], module=one.module) for one in plan.blame]
+    rows = [Row([blame.module, kept_because(blame)], module=blame.module) for blame in plan.blame]
     columns = [Column("kept in fp32", "module"), Column("why", "sentence")]
     if rows:
         return [Table(columns, rows, "modules kept in fp32", most=20)]
@@ -78,12 +72,14 @@ def kept_modules(plan: Plan) -> list[Block]:
 
 
 def _proof(plan: Plan) -> Iterator[Sentence]:
-    """How the plan was verified, and how far the search for it went."""
+    """How the plan was verified."""
     if plan.fp32_metric is not None:
         yield say("the metric is {metric:loss}, in fp32 {fp32:loss}", metric=plan.metric, fp32=plan.fp32_metric)
         yield say("it may drop by {most:figure}", most=plan.max_drop)
     elif plan.rel_l2 is not None:
-        words = "the error is predicted to be" if plan.evidence == "predicted" else "the error is"
+        words = "the error is"
+        if plan.evidence == "predicted":
+            words = "the error is predicted to be"
         yield say(f"{words} {{error:error}}, the tolerance {{limit:limit}}", error=plan.rel_l2, limit=plan.tolerance)
         if plan.predicted is not None and plan.evidence == "measured":
             yield say("{error:error} was predicted", error=plan.predicted)
@@ -93,6 +89,10 @@ def _proof(plan: Plan) -> Iterator[Sentence]:
         yield say("it passes on each of {batches:count batch}", batches=plan.batches)
     if plan.speedup is not None:
         yield plain(ratio_text(plan.speedup))
+
+
+def _course(plan: Plan) -> Iterator[Sentence]:
+    """How far the search for the plan went, and whether fewer modules may be enough."""
     if plan.trials:
         yield say("{trials:count trial} in {seconds:seconds}", trials=plan.trials, seconds=plan.seconds)
         if plan.first_pass is not None and plan.first_pass < plan.trials:
@@ -106,4 +106,4 @@ def _proof(plan: Plan) -> Iterator[Sentence]:
         words = "not tried alone, as predicted to be needed: {untried:count module}"
         yield say(words, untried=plan.unconfirmed)
     elif plan.keep_fp32:
-        yield plain(f"without {'it' if tried == 1 else 'any one of them'} the model fails")
+        yield plain(f"without {agree(tried, 'it', 'any one of them')} the model fails")

@@ -63,32 +63,32 @@ def document_of(diff: ScanDiff | CoverageDiff) -> Document:
 FORMATS: Registry[ReportFormat] = Registry(
     "format",
     ReportFormat,
-    lambda: sorted(objects_in("lowprec_check.report.formats", ReportFormat), key=lambda known: known.name),
+    lambda: sorted(objects_in("lowprec_check.report.formats", ReportFormat), key=lambda each: each.name),
 )
 
 
 def diff_formats() -> list[str]:
     """Names of the formats that can show the differences between two scans."""
-    return [known.name for known in FORMATS if known.renders_diffs]
+    return [each.name for each in FORMATS if each.renders_diffs]
 
 
 def suffixes(*, of_diffs: bool = False) -> list[str]:
     """All suffixes, or those of the formats that can show the differences between two scans."""
-    return [suffix for known in FORMATS if known.renders_diffs or not of_diffs for suffix in known.suffixes]
+    return [suffix for each in FORMATS if each.renders_diffs or not of_diffs for suffix in each.suffixes]
 
 
 def format_of(path: Path) -> ReportFormat:
     """The format of a file by its longest suffix; raises :class:`UsageError` if no format has it."""
-    known: dict[str, ReportFormat] = {}
-    for one in FORMATS:  # the built-in formats come first and keep their suffixes
-        for suffix in one.suffixes:
-            known.setdefault(suffix, one)
-    for suffix in sorted(known, key=len, reverse=True):
+    by_suffix: dict[str, ReportFormat] = {}
+    for each in FORMATS:  # the built-in formats come first and keep their suffixes
+        for suffix in each.suffixes:
+            by_suffix.setdefault(suffix, each)
+    # the longest first: .sarif.json is not .json
+    for suffix in sorted(by_suffix, key=len, reverse=True):
         if path.name.lower().endswith(suffix):
-            return known[suffix]
-    raise UsageError(
-        f"Cannot tell the report format from the suffix of {path.name}.", f"Use one of {', '.join(known)}."
-    )
+            return by_suffix[suffix]
+    problem = f"Cannot tell the report format from the suffix of {path.name}."
+    raise UsageError(problem, f"Use one of {', '.join(by_suffix)}.")
 
 
 def render(result: ScanResult, format: str) -> str:
@@ -103,8 +103,6 @@ def write(result: ScanResult, path: Path, format: str | None = None, *, verbose:
     Raises:
         UsageError: the file cannot be written.
     """
-    if format:
-        chosen = FORMATS.get(format)
-    else:
-        chosen = format_of(path)
-    write_file(path, chosen.render_verbose(result) if verbose else chosen.render(result))
+    chosen = FORMATS.get(format) if format else format_of(path)
+    render = chosen.render_verbose if verbose else chosen.render
+    write_file(path, render(result))

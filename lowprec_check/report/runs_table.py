@@ -12,10 +12,10 @@ from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.analysis.statements.status import error_text
 from lowprec_check.analysis.training_status import first_way
 from lowprec_check.report.blocks import Block, Column, ErrorOf, Heading, Row, Say, SpeedOf, Table
-from lowprec_check.schema.measures import MATTERS
+from lowprec_check.schema.measures import MATTERS, LayerError
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.statements import Sentence, Statement, bytes_figure, chained, milliseconds, plain, say
+from lowprec_check.schema.statements import Sentence, Statement, bytes_figure, chained, fill, milliseconds, plain, say
 from lowprec_check.schema.training import TrainingSetup, TrainingWay
 from lowprec_check.schema.what_if import WhatIf
 
@@ -40,20 +40,25 @@ _COLUMNS = (
 
 def runs_table(result: ScanResult, said: Sequence[Statement] | None = None) -> Table:
     """A row per run: status, error, speed, memory, what else was measured, and why it failed."""
-    said = statements(result) if said is None else said
+    if said is None:
+        said = statements(result)
     named = any(run.backend != EAGER or run.memory_format != CONTIGUOUS for run in result.runs)
     figures = [_figures(run, result) for run in result.runs]
-    always = ("output error", "speed", "memory") if result.training is None else ("speed", "memory")
-    shown = [
-        column
-        for column in _COLUMNS
-        if column.name in always or any(of_run.get(column.name) is not None for of_run in figures)
-    ]
+    # besides the main figures, a column is shown if a run has it
+    names = {"speed", "memory"}.union(
+        *({name for name, value in of_run.items() if value is not None} for of_run in figures)
+    )
+    if result.training is None:
+        names.add("output error")
+    shown = [column for column in _COLUMNS if column.name in names]
     rows = []
     for run, of_run in zip(result.runs, figures, strict=True):
         name = label(run)
-        about = (its for its in said if its.about in ("runs", "margin") and name in its.runs)
-        why = _why_reference(run) if run.is_reference else "; ".join(its.text_of(name) for its in about)
+        about = [each for each in said if each.about in ("runs", "margin") and name in each.runs]
+        if run.is_reference:
+            why = _why_reference(run)
+        else:
+            why = "; ".join(each.text_of(name) for each in about)
         cells = [name, shown_status(run, result), *(of_run.get(column.name) for column in shown), why]
         rows.append(Row(cells, tag(run, result)))
     columns = [Column("run" if named else "precision", "run"), Column("status", "status"), *shown]
@@ -64,25 +69,24 @@ def _figures(run: Run, result: ScanResult) -> dict[str, Any]:
     """What was measured of a run, by the name of the column."""
     way, error, found = first_way(run), run.output_error, speed(run, result.runs)
     timing, training = run.timing, run.training
-    figures: dict[str, Any] = {
-        "memory": memory_ratio(run, result.runs),
-        "p99": timing.p99_ms if timing else None,
-        "throughput": f"{timing.throughput:.3g}/s" if timing and timing.throughput else None,
-        "setup": None if run.setup_seconds is None else f"{run.setup_seconds:.1f} s",
-        "metric": run.metric,
-    }
+    figures: dict[str, Any] = {"memory": memory_ratio(run, result.runs), "metric": run.metric}
+    if timing is not None:
+        figures["p99"] = timing.p99_ms
+    if timing is not None and timing.throughput:
+        figures["throughput"] = f"{timing.throughput:.3g}/s"
+    if run.setup_seconds is not None:
+        figures["setup"] = f"{run.setup_seconds:.1f} s"
     if not run.is_reference and found.told != "unknown":
         figures["speed"] = SpeedOf(found.told, found.ratio)
     if result.training is not None:
         figures["loss"] = _loss(run, way, result.training)
-        figures["lost updates"] = way.lost_updates if way is not None else None
+        if way is not None:
+            figures["lost updates"] = way.lost_updates
         if not run.is_reference and training is not None and training.gradients:
             gradient = training.gradient_error
-            if gradient is None:
-                figures["gradient error"] = "Inf/NaN"
-            else:
-                figures["gradient error"] = f"{gradient:.1e}"
+            figures["gradient error"] = "Inf/NaN" if gradient is None else f"{gradient:.1e}"
     elif not run.is_reference and error is not None:
+        # integers and booleans have no relative error: a sentence says how many differ
         text = ""
         if error.rel_l2 is None and error.distance is not None:
             text = error_text(run) or ""
@@ -92,9 +96,11 @@ def _figures(run: Run, result: ScanResult) -> dict[str, Any]:
 
 def shown_status(run: Run, result: ScanResult) -> str:
     """The status as every format shows it: ``unjudged`` too if the output tells nothing."""
-    if run.is_reference:
-        return "reference" if run.status == "ok" else run.status
-    return "unjudged" if degenerate_output(run, result.runs) is not None else run.status
+    if run.is_reference and run.status == "ok":
+        return "reference"
+    if not run.is_reference and degenerate_output(run, result.runs) is not None:
+        return "unjudged"
+    return run.status
 
 
 def _loss(run: Run, way: TrainingWay | None, setup: TrainingSetup) -> str | None:
@@ -117,18 +123,15 @@ def _why_reference(run: Run) -> str:
     parts = []
     if run.latency_ms is not None:
         parts = [milliseconds(run.latency_ms)]
-    held = run.process_memory_bytes or run.peak_memory_bytes
-    small = None
+    memory = run.process_memory_bytes or run.peak_memory_bytes
     if is_too_small(run.process_memory_bytes):
-        small = f"under {bytes_figure(LEAST_MEMORY)}"
-    parts += [small or bytes_figure(held)] if held else []
+        parts.append(f"under {bytes_figure(LEAST_MEMORY)}")
+    elif memory:
+        parts.append(bytes_figure(memory))
     timing = run.timing
     if timing is not None:
-        batch = ""
-        if timing.batch:
-            batch = f", batch {timing.batch}"
         parts.append(f"{timing.scenario}: {milliseconds(timing.median_ms)}")
-        parts.append(f"{timing.instances} × {timing.cores} cores{batch}")
+        parts.append(f"{timing.instances} × {timing.cores} cores{fill(', batch {}', timing.batch)}")
     return ", ".join(parts)
 
 
@@ -136,11 +139,7 @@ def extra_blocks(result: ScanResult) -> Iterator[Block]:
     """Quantized layers and the predictions of ``--what-if``; nothing for most results."""
     rows, left_out = [], 0
     for run in result.runs:
-        worst = sorted(
-            run.layer_errors,
-            key=lambda found: found.local if found.local is not None else found.accumulated or 0.0,
-            reverse=True,
-        )
+        worst = sorted(run.layer_errors, key=_layer_error, reverse=True)
         left_out += len(worst[5:])
         for layer in worst[:5]:
             rows.append(Row([label(run), layer.module, layer.op, layer.local, layer.accumulated], module=layer.module))
@@ -160,6 +159,13 @@ def extra_blocks(result: ScanResult) -> Iterator[Block]:
         yield from _what_if(result.what_if)
 
 
+def _layer_error(layer: LayerError) -> float:
+    """What layers are sorted by: the error of the layer by itself, if it is known."""
+    if layer.local is not None:
+        return layer.local
+    return layer.accumulated or 0.0
+
+
 def _what_if(predictions: Sequence[WhatIf]) -> Iterator[Block]:
     meaning = "The modules with the largest shares of the squared error, and what the prediction leaves out."
     columns = [
@@ -168,6 +174,7 @@ def _what_if(predictions: Sequence[WhatIf]) -> Iterator[Block]:
         Column("output error", "error", "Relative L2 error that is predicted."),
         Column("why", "sentence", meaning),
     ]
+    # a note that all predictions share is said once, below the table
     notes = {entry.note for entry in predictions}
     shared = None
     if len(notes) == 1 and len(predictions) > 1:
@@ -184,7 +191,7 @@ def _what_if(predictions: Sequence[WhatIf]) -> Iterator[Block]:
     yield Heading("What if: formats that were not run", anchor="what-if")
     yield Table(columns, rows, "predicted output errors")
     hint = "Predicted from fp32: matrix products and convolutions are emulated, and none of these formats was run."
-    yield Say(f"{hint} For all formats: {shared}." if shared else hint, role="hint")
+    yield Say(f"{hint}{fill(' For all formats: {}.', shared)}", role="hint")
 
 
 def _causes(entry: WhatIf) -> Sentence | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from textwrap import dedent
+from typing import Any
 
 from lowprec_check.analysis.error_shares import module_shares, trusted_budget
 from lowprec_check.analysis.findings import FindingGroup, folded, groups, no_effect, tally
@@ -34,7 +35,7 @@ from lowprec_check.report.runs_table import extra_blocks, runs_table
 from lowprec_check.report.training_blocks import training_blocks
 from lowprec_check.schema.precisions import LOW_FORMATS
 from lowprec_check.schema.scan_result import ScanResult
-from lowprec_check.schema.statements import Statement, module_name
+from lowprec_check.schema.statements import Statement, agree, fill, module_name
 
 SHOWN_FINDINGS = 12
 """Groups of findings that a terminal shows."""
@@ -54,15 +55,16 @@ def scan_document(result: ScanResult) -> Document:
     """The report; a terminal shows at most :data:`SHOWN_FINDINGS` groups of findings."""
     said = statements(result)
     blocks = [*_head(result, said), Heading("Runs", anchor="runs"), runs_table(result, said)]
-    times = [found for found in said if found.about == "times" and found.runs]
-    blocks += [Say(found.text, "warn", "note", ", ".join(found.runs)) for found in times]
+    times = [each for each in said if each.about == "times" and each.runs]
+    blocks += [Say(each.text, "warn", "note", ", ".join(each.runs)) for each in times]
     blocks += training_blocks(result, said)
-    causes = [found for found in said if found.about == "error"]
+    # causes in the order of the runs that they are about
+    causes = [each for each in said if each.about == "error"]
     if causes:
         blocks.append(Heading("Where the error comes from", anchor="causes"))
         order = {label(run): index for index, run in enumerate(result.runs)}
-        causes.sort(key=lambda found: min(order[name] for name in found.runs))
-        blocks += [Say(found.text, found.tone, "item", ", ".join(found.runs)) for found in causes]
+        causes.sort(key=lambda cause: min(order[name] for name in cause.runs))
+        blocks += [Say(cause.text, cause.tone, "item", ", ".join(cause.runs)) for cause in causes]
     if result.fixing is not None:
         blocks += fix_blocks(result.fixing, heading=True)
     blocks += [*extra_blocks(result), *_findings(result), *_shares(result)]
@@ -73,32 +75,27 @@ def scan_document(result: ScanResult) -> Document:
 def _head(result: ScanResult, said: Sequence[Statement]) -> Iterator[Block]:
     yield Say(f"lowprec-check · {title(result, taken=result.model.taken)}", role="title")
     yield Say(machine(result), role="hint")
-    notes = [Say(found.text, "warn", "note") for found in said if found.about == "prediction"]
-    conditions = [found for found in said if found.about in ("inputs", "weights", "times")]
-    shown = [found.text for found in conditions if not found.runs and found.kind != "note"]
-    yield from notes
-    if shown:
-        yield Say(sentences(["; ".join(shown)]), role="hint")
-    yield from (Say(found.text, "warn", "note") for found in conditions if found.kind == "note")
+    yield from [Say(each.text, "warn", "note") for each in said if each.about == "prediction"]
+    conditions = [each for each in said if each.about in ("inputs", "weights", "times")]
+    hints = [each.text for each in conditions if not each.runs and each.kind != "note"]
+    if hints:
+        yield Say(sentences(["; ".join(hints)]), role="hint")
+    yield from (Say(each.text, "warn", "note") for each in conditions if each.kind == "note")
 
 
 def title(result: ScanResult, taken: str = "") -> str:
     """First line of a report: model, what of the user's file was ``taken``, size, inputs."""
     model = result.model
-    if taken:
-        name = f"{model.name} ({taken})"
-    else:
-        name = model.name
-    inputs = f"input {', '.join(model.inputs[:3])}{', …' if len(model.inputs) > 3 else ''}"
-    parameters = f"{format_count(model.parameters)} parameter{'' if model.parameters == 1 else 's'}"
-    return " · ".join([name, parameters, inputs])
+    inputs = f"input {', '.join(model.inputs[:3])}{fill(', …', model.inputs[3:])}"
+    parameters = f"{format_count(model.parameters)} {agree(model.parameters, 'parameter', 'parameters')}"
+    return " · ".join([f"{model.name}{fill(' ({})', taken)}", parameters, inputs])
 
 
 def format_count(number: int) -> str:
     """``11.7 M`` of 11 689 512."""
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e4, "k")):
-        if number >= size:
-            return f"{number / (1e3 if unit == 'k' else size):.1f} {unit}"
+    for least, size, unit in ((1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if number >= least:
+            return f"{number / size:.1f} {unit}"
     return f"{number:,}"
 
 
@@ -108,14 +105,18 @@ def machine(result: ScanResult) -> str:
     if device is not None:
         other = release_of(str(env.get("torch")))
         where = "predicted"
-        if device.torch != other:
+        if device.name != "cpu":
+            where = "predicted on a CPU"
+        elif device.torch != other:
             where = f"predicted with torch {other}"
-        return f"torch {result.torch} · {device.name}, {where if device.name == 'cpu' else 'predicted on a CPU'}"
+        return f"torch {result.torch} · {device.name}, {where}"
+    # older results do not say what the device accelerates
+    words = {True: "accelerated", False: "not"}
     accelerated = [(low.short, env.get(f"{low.short}_accelerated")) for low in LOW_FORMATS]
-    formats = ", ".join(f"{name} {'accelerated' if yes else 'not'}" for name, yes in accelerated if yes is not None)
+    formats = ", ".join(f"{name} {words[bool(yes)]}" for name, yes in accelerated if yes is not None)
     device_text = ""
     if env.get("device"):
-        device_text = f" · {env['device']}{f': {formats}' if formats else ''}"
+        device_text = f" · {env['device']}{fill(': {}', formats)}"
     return f"torch {result.torch.partition('+')[0]}{device_text}"
 
 
@@ -128,23 +129,19 @@ def _shares(result: ScanResult) -> Iterator[Block]:
         predicted = max(1.0, 1.0 - (budget.unexplained or 0.0))  # more than the error of the run, which sentences say
         parts = [part._replace(share=part.share / predicted) for part in module_shares(run)]
         parts = [part for part in parts if abs(part.share) >= _LEAST_SHARE]
-        measured = {its.module: its.measured for its in budget.modules}
-        kept = sorted(sorted(parts, key=lambda part: -abs(part.share))[:_SHOWN_MODULES], key=lambda part: -part.share)
-        rows = [
-            Row(
-                [
-                    part.name or module_name(part.name),
-                    part.share,
-                    measured.get(part.name),
-                    part.largest.op,
-                    part.largest.source,
-                ],
-                module=part.name,
-            )
-            for part in kept
-        ]
+        measured = {module.module: module.measured for module in budget.modules}
+        # the largest of either sign, then those that cancel last
+        largest = sorted(
+            sorted(parts, key=lambda part: -abs(part.share))[:_SHOWN_MODULES], key=lambda part: -part.share
+        )
+        rows = []
+        for part in largest:
+            name, op = part.name or module_name(part.name), part.largest
+            cells = [name, part.share, measured.get(part.name), op.op, op.source]
+            rows.append(Row(cells, module=part.name))
+        # what is not listed, so that the column adds up to 1
         unexplained = max(0.0, budget.unexplained or 0.0)
-        rest = 1.0 - sum(part.share for part in kept) - unexplained
+        rest = 1.0 - sum(part.share for part in largest) - unexplained
         sums = (
             ("other modules", rest),
             ("choices that differ from fp32", budget.decisions),
@@ -177,8 +174,9 @@ def _findings(result: ScanResult) -> Iterator[Block]:
         yield Fold("Findings in full", [findings_table(listed)], detail="more")
     elif listed:
         yield findings_table(listed, SHOWN_FINDINGS)
-    shown = [group for group in notes if not group.harmless]
-    parts = [tally(result.diagnostics), no_effect(found), f"Notes: {folded(shown)}" if shown else ""]
+    # notes that no run fails for are only counted
+    shown_notes = folded(group for group in notes if not group.harmless)
+    parts = [tally(result.diagnostics), no_effect(found), fill("Notes: {}", shown_notes)]
     yield Say(" · ".join(filter(None, parts)), role="hint")
     options = [f"lowprec-check explain {found[0].code}", "--report FILE.html"]
     if len(listed) > SHOWN_FINDINGS:
@@ -189,10 +187,12 @@ def _findings(result: ScanResult) -> Iterator[Block]:
     if notes:
         yield Fold("Notes", [findings_table(notes, 0)], detail="more")
     for code in sorted({group.code for group in found} & rules().keys()):
-        manual = [
-            CodeBlock(dedent(paragraph)) if paragraph.startswith("    ") else Say(" ".join(paragraph.split()))
-            for paragraph in rules()[code].manual.split("\n\n")
-        ]
+        manual: list[Block] = []
+        for paragraph in rules()[code].manual.split("\n\n"):
+            if paragraph.startswith("    "):
+                manual.append(CodeBlock(dedent(paragraph)))
+            else:
+                manual.append(Say(" ".join(paragraph.split())))
         yield Fold(f"What {code} means, and what to do", manual, detail="all")
 
 
@@ -208,7 +208,7 @@ def findings_table(found: Sequence[FindingGroup], most: int = 0) -> Table:
     ]
     rows = []
     for group in found:
-        said = "; ".join([group.what, *(f"predicted from: {known}" for known in group.rests_on)])
+        said = "; ".join([group.what, *(f"predicted from: {source}" for source in group.rests_on)])
         below = [Say(place.text, role="item", lead=", ".join(place.runs)) for place in group.places[:100]]
         module = next((place.module for place in group.places), None)
         runs, name = ", ".join(group.short_runs), f"{group.code} {group.name}"
@@ -235,59 +235,56 @@ def _about(result: ScanResult, said: Sequence[Statement]) -> Iterator[Block]:
     rows = []
     for run in result.runs:
         if run.latency is not None:
-            its, found = run.latency, run.latency.speedup
-            ratio = None
-            if found is not None:
-                ratio = f"{found.median:.3g} ({found.low:.3g} – {found.high:.3g})"
-            cells = [label(run), its.median_ms, *its.quartiles_ms, its.samples, ratio, found and found.rounds]
-            rows.append(Row(cells))
+            latency, speedup = run.latency, run.latency.speedup
+            ratio = speedup and f"{speedup.median:.3g} ({speedup.low:.3g} – {speedup.high:.3g})"
+            cells = [label(run), latency.median_ms, *latency.quartiles_ms, latency.samples, ratio]
+            rows.append(Row([*cells, speedup and speedup.rounds]))
     if rows:
         yield Fold("Times", [Table(columns, rows, "times")], detail="more")
-    unseen = [found for found in said if found.about in ("analysis", "not run")]
+    unseen = [each for each in said if each.about in ("analysis", "not run")]
     if unseen:
-        items = [Say(found.text, "none", "item", ", ".join(found.runs)) for found in unseen]
+        items = [Say(each.text, "none", "item", ", ".join(each.runs)) for each in unseen]
         yield Fold("What was not seen", items, detail="more")
-    device = result.prediction
-    predicted = []
-    if device:
-        predicted = [("predicted for", f"{device.name}, torch {device.torch}")]
-    pairs = [("target", result.target), *predicted, *result.environment.items(), *result.options.items()]
-    shown = [
-        (name.replace("_", " "), ", ".join(map(str, value)) if isinstance(value, list) else str(value))
-        for name, value in pairs
-        if value not in (None, [], "", False)
-    ]
-    yield Fold("Environment", [Pairs(shown, "environment")], detail="more")
+    conditions: dict[str, Any] = {"target": result.target}
+    if result.prediction:
+        conditions["predicted for"] = f"{result.prediction.name}, torch {result.prediction.torch}"
+    pairs = []
+    for name, value in (*conditions.items(), *result.environment.items(), *result.options.items()):
+        # options that were not set say nothing
+        if value not in (None, [], "", False):
+            text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            pairs.append((name.replace("_", " "), text))
+    yield Fold("Environment", [Pairs(pairs, "environment")], detail="more")
 
 
 def _advice(result: ScanResult, said: Sequence[Statement]) -> Iterator[Block]:
     best, run = result.recommendation, recommended_run(result)
     of_kind: dict[str, list[Statement]] = {}
-    for found in said:
-        of_kind.setdefault(found.kind, []).append(found)
+    for each in said:
+        of_kind.setdefault(each.kind, []).append(each)
     verdict, against = of_kind["verdict"][0], of_kind.get("not-chosen", [])
     yield Say(f"{verdict.text}.", verdict.tone, "verdict")
     if rests_on := basis(said):
         yield Say(rests_on)
-    for its in (*of_kind.get("way-out", ()), *of_kind.get("no-plan", ())):
-        yield Say(its.text, its.tone, "text", ", ".join(its.runs))
-    for its in of_kind.get("patch", ()):
-        yield Say(f"{its.text[:1].upper()}{its.text[1:]}.", its.tone)
-    for its in against[:_SHOWN_OTHERS]:
-        yield Say(its.text, role="item", lead=f"{'Not ' if best is not None else ''}{', '.join(its.runs)}")
-    if more := sum(len(its.runs) for its in against[_SHOWN_OTHERS:]):
-        yield Say(f"The table of runs says why the {'other fails' if more == 1 else 'others fail'}.", role="item")
-    for its in (*of_kind.get("also-faster", ()), *of_kind.get("also-smaller", ())):
-        yield Say(its.text, role="item", lead=", ".join(its.runs))
+    for way_out in (*of_kind.get("way-out", ()), *of_kind.get("no-plan", ())):
+        yield Say(way_out.text, way_out.tone, "text", ", ".join(way_out.runs))
+    for patch in of_kind.get("patch", ()):
+        yield Say(f"{patch.text[:1].upper()}{patch.text[1:]}.", patch.tone)
+    # why others were not chosen: the first few reasons
+    for reason in against[:_SHOWN_OTHERS]:
+        yield Say(reason.text, role="item", lead=f"{fill('Not ', best)}{', '.join(reason.runs)}")
+    if more := sum(len(reason.runs) for reason in against[_SHOWN_OTHERS:]):
+        yield Say(f"The table of runs says why the {agree(more, 'other fails', 'others fail')}.", role="item")
+    for gain in (*of_kind.get("also-faster", ()), *of_kind.get("also-smaller", ())):
+        yield Say(gain.text, role="item", lead=", ".join(gain.runs))
+    # the code to paste
     if best is None:
         return
     if result.plan is not None and best.keep_fp32 == result.plan.keep_fp32:
         yield from kept_modules(result.plan)
     if best.stay_in_fp32:
-        title = "To use it nevertheless"
-        if run is not None:
-            title = f"To use {best.label} nevertheless"
-        yield Fold(title, [CodeBlock(best.code)])
+        name = best.label if run is not None else "it"
+        yield Fold(f"To use {name} nevertheless", [CodeBlock(best.code)])
     elif best.code:
         yield CodeBlock(best.code)
 
@@ -301,11 +298,11 @@ def text(result: ScanResult) -> str:
     table, runs = runs_table(result, said), []
     names = [column.name for column in table.columns]
     for row in table.rows:
-        shown = [cell_text(value, column.type) for value, column in zip(row.cells, table.columns, strict=True)]
-        figures = dict(zip(names, shown, strict=True))
+        cells = [cell_text(value, column.type) for value, column in zip(row.cells, table.columns, strict=True)]
+        figures = dict(zip(names, cells, strict=True))
         error = figures.get("output error", figures.get("loss", "–"))
-        runs.append(f"{shown[0]} {shown[1]}{f' ({error})' if error != '–' else ''}")
-    verdict = next(its.text for its in said if its.kind == "verdict")
+        runs.append(f"{cells[0]} {cells[1]}" + fill(" ({})", error.strip("–")))
+    verdict = next(each.text for each in said if each.kind == "verdict")
     lines = [
         f"ScanResult: {title(result)} · {machine(result)}",
         ", ".join(runs) or "no runs",

@@ -11,7 +11,7 @@ from lowprec_check.analysis.training_status import distance_limit, first_way, re
 from lowprec_check.report.blocks import Block, Column, Detail, ErrorOf, Fold, Heading, Row, Say, Table
 from lowprec_check.schema.registry import choices
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.statements import Statement, counted, percent, shown
+from lowprec_check.schema.statements import Statement, agree, counted, percent, shown
 from lowprec_check.schema.training import BEYOND, ParameterGradient, TrainingSetup, TrainingWay
 from lowprec_check.schema.ways_to_train import WAYS, way_named
 
@@ -58,7 +58,7 @@ def training_blocks(result: ScanResult, said: Sequence[Statement]) -> Iterator[B
     rows = []
     for run in result.runs:
         for kind in lost_kinds(run):
-            elements = sum(one.elements for one in kind.tensors)
+            elements = sum(tensor.elements for tensor in kind.tensors)
             most = None
             if kind.share:
                 most = f"{tensor_name(kind.worst)}, {percent(kind.worst.lost)}"
@@ -69,10 +69,10 @@ def training_blocks(result: ScanResult, said: Sequence[Statement]) -> Iterator[B
 
 def _items(said: Sequence[Statement], kind: str, first: Sequence[str]) -> Iterator[Say]:
     """The sentences of one kind; those of other tones than ``first`` with more detail."""
-    for found in said:
-        if found.kind == kind:
-            detail: Detail = "first" if found.tone in first else "more"
-            yield Say(found.text, found.tone, "item", ", ".join(found.runs), detail=detail)
+    for each in said:
+        if each.kind == kind:
+            detail: Detail = "first" if each.tone in first else "more"
+            yield Say(each.text, each.tone, "item", ", ".join(each.runs), detail=detail)
 
 
 # -- ways
@@ -100,59 +100,66 @@ def _columns() -> tuple[Column, ...]:
 
 def _ways(result: ScanResult, setup: TrainingSetup) -> Iterator[Block]:
     best, advice, columns = recommended_run(result), result.recommendation, _columns()
-    wanted = advice.way if advice is not None and not advice.stay_in_fp32 else None
-    told = [(run, way, is_news) for run in result.runs for way, is_news in _told(run)]
-    news, others = (
-        [_way(run, way, setup, wanted if run is best else None) for run, way, is_news in told if is_news == which]
-        for which in (True, False)
-    )
-    fp32, reference = reference_of(result.runs), []
-    if fp32 is not None and (way := first_way(fp32)) is not None:
-        loss = None
-        if setup.losses:
-            loss = setup.losses[-1]
-        figures = (loss, None, None, None, way.state_bytes, None)
-        reference = [Row(["fp32", way.declared.words, "reference", *figures])]
+    recommended = None
+    if advice is not None and not advice.stay_in_fp32:
+        recommended = advice.way
+    # ways that say more than the table of runs are shown first, the others with more detail
+    news, others, passing = list[Row](), list[Row](), 0
+    for run in result.runs:
+        for way, is_news in _told(run):
+            row = _way(run, way, setup, recommended if run is best else None)
+            (news if is_news else others).append(row)
+            passing += not is_news and way.status == "ok"
+    reference = _reference(result, setup)
     yield Heading("Ways to train", anchor="ways")
     if news:
         yield Table(columns, [*reference, *news], "ways to train", headings=2).with_content()
     if others:
-        passing = sum(way.status == "ok" for _, way, is_news in told if not is_news)
-        failing, more, parts = len(others) - passing, "more " if news else "", []
+        failing, more, parts = len(others) - passing, "more " * bool(news), []
         if passing:
-            parts.append(f"{counted(passing, f'{more}way')} to train {'passes' if passing == 1 else 'pass'}")
+            parts.append(f"{counted(passing, f'{more}way')} to train {agree(passing, 'passes', 'pass')}")
         if failing:
-            if passing:
-                what = str(failing)
-            else:
-                what = f"{counted(failing, f'{more}way')} to train"
-            parts.append(f"{what} {'fails as its' if failing == 1 else 'fail as their'} precision does")
-        rows = others
+            what = str(failing) if passing else f"{counted(failing, f'{more}way')} to train"
+            parts.append(f"{what} {agree(failing, 'fails as its', 'fail as their')} precision does")
         if not news:
-            rows = [*reference, *others]
-        table = Table(columns, rows, "ways to train", headings=2).with_content()
+            others = [*reference, *others]
+        table = Table(columns, others, "ways to train", headings=2).with_content()
         yield Fold(", ".join(parts), [table], detail="more")
-    untried: dict[str, dict[str, None]] = {}
-    for run in result.runs:
-        for name, why in (run.training.untried if run.training is not None else {}).items():
-            untried.setdefault(why, {})[way_named(name).words] = None
-    for why, words in untried.items():
-        yield Say(f"not tried: {', '.join(words)} ({why})", role="hint", detail="more")
+    yield from _untried(result)
     band = _band(setup)
     if band:
         yield Say(band, role="hint", detail="more")
 
 
+def _reference(result: ScanResult, setup: TrainingSetup) -> list[Row]:
+    """The row of fp32, which the others are judged by."""
+    fp32 = reference_of(result.runs)
+    way = first_way(fp32) if fp32 is not None else None
+    if way is None:
+        return []
+    loss = next(reversed(setup.losses), None)
+    return [Row(["fp32", way.declared.words, "reference", loss, None, None, None, way.state_bytes, None])]
+
+
+def _untried(result: ScanResult) -> Iterator[Say]:
+    """The ways that were not tried, by reason."""
+    untried: dict[str, dict[str, None]] = {}
+    for training in (run.training for run in result.runs if run.training is not None):
+        for name, why in training.untried.items():
+            untried.setdefault(why, {})[way_named(name).words] = None
+    for why, words in untried.items():
+        yield Say(f"not tried: {', '.join(words)} ({why})", role="hint", detail="more")
+
+
 def _told(run: Run) -> Iterator[tuple[TrainingWay, bool]]:
-    """Each way, and whether it says more than the table of runs: of a precision that passes, the
-    ways that fail; of one that fails, those that do not fail as the first does, and the first with
-    them.
-    """
-    ways = []
-    if not run.is_reference:
-        ways = ways_tried(run)
+    """Each way, and whether it says more than the table of runs, which has the first way."""
+    if run.is_reference:
+        return
+    ways = ways_tried(run)
+    # of a precision that passes, the ways that fail are news
     if ways and ways[0].status == "ok":
         yield from ((way, way.status != "ok") for way in ways)
+    # of one that fails, those that end otherwise than the first, and the first with them
     elif ways:
         ends = [(way.status, way.exception, way.divergence) for way in ways]
         news = [end != ends[0] for end in ends]
@@ -160,16 +167,18 @@ def _told(run: Run) -> Iterator[tuple[TrainingWay, bool]]:
 
 
 def _way(run: Run, way: TrainingWay, setup: TrainingSetup, recommended: str | None) -> Row:
-    ended, said = bool(steps_of(way)), remarks(way, setup)
-    figures = (
-        way.losses[-1] if ended else None,
-        ErrorOf(way.distances[-1], distance_limit(run, way, setup)) if ended and way.distances else None,
-        (way.progress if way.moved is None else way.moved) if ended else None,
-        way.lost_updates,
-        way.state_bytes,
-    )
-    tag = "recommended" if way.status == "ok" and way.name == recommended else ""
-    return Row([label(run), way.declared.words, way.status, *figures, said and said.text], tag)
+    loss, distance, moved, tag = None, None, None, ""
+    # a way that a failure ended has no figures of its last step
+    if steps_of(way):
+        loss = way.losses[-1]
+        moved = way.progress if way.moved is None else way.moved
+        if way.distances:
+            distance = ErrorOf(way.distances[-1], distance_limit(run, way, setup))
+    if way.status == "ok" and way.name == recommended:
+        tag = "recommended"
+    why = remarks(way, setup)
+    figures = (loss, distance, moved, way.lost_updates, way.state_bytes)
+    return Row([label(run), way.declared.words, way.status, *figures, why and why.text], tag)
 
 
 def _band(setup: TrainingSetup) -> str:
@@ -192,17 +201,21 @@ def _band(setup: TrainingSetup) -> str:
 def _gradients(result: ScanResult) -> Iterator[Block]:
     """A table per run with gradients; the largest overflow, underflow and error come first."""
     for run in result.runs:
-        found = run.training.gradients if run.training is not None and not run.is_reference else []
-        if found:
-            rows = []
-            for one in sorted(found, key=_order, reverse=True)[:_PARAMETERS]:
-                error = ErrorOf(None, text="Inf/NaN") if one.error is None and one.overflow else one.error
-                figures = (error, one.error_share, one.absmax, one.underflow, one.overflow)
-                rows.append(Row([one.parameter, one.elements, *figures]))
-            left_out = max(0, len(found) - _PARAMETERS)
-            table = Table(_GRADIENTS, rows, f"gradients, {label(run)}", searchable=True, left_out=left_out)
-            yield Fold(f"Gradients by parameter: {label(run)}", [table], detail="all")
+        if run.is_reference or run.training is None or not run.training.gradients:
+            continue
+        gradients, rows = run.training.gradients, []
+        for gradient in sorted(gradients, key=_order, reverse=True)[:_PARAMETERS]:
+            error: ErrorOf | float | None = gradient.error
+            if error is None and gradient.overflow:
+                error = ErrorOf(None, text="Inf/NaN")
+            figures = (error, gradient.error_share, gradient.absmax, gradient.underflow, gradient.overflow)
+            rows.append(Row([gradient.parameter, gradient.elements, *figures]))
+        left_out = max(0, len(gradients) - _PARAMETERS)
+        table = Table(_GRADIENTS, rows, f"gradients, {label(run)}", searchable=True, left_out=left_out)
+        yield Fold(f"Gradients by parameter: {label(run)}", [table], detail="all")
 
 
-def _order(found: ParameterGradient) -> tuple[float, ...]:
-    return found.overflow, found.underflow if found.underflow >= MATTERS else 0.0, found.error_share or 0.0
+def _order(gradient: ParameterGradient) -> tuple[float, ...]:
+    # a few elements that underflow do not put a parameter before one with a large error
+    underflow = gradient.underflow * (gradient.underflow >= MATTERS)
+    return gradient.overflow, underflow, gradient.error_share or 0.0

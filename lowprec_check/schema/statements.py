@@ -43,6 +43,20 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{ending}"
 
 
+def agree(number: int, singular: str, plural: str) -> str:
+    """The form of a word for ``number``: ``agree(2, "passes", "pass")``."""
+    if number == 1:
+        return singular
+    return plural
+
+
+def fill(template: str, value: object) -> str:
+    """``template`` with ``value`` in it; empty without one: ``fill(" at {}", "net.py:7")``."""
+    if value:
+        return template.format(value)
+    return ""
+
+
 def error_figure(error: float | None) -> str:
     """``1.3e-03``; ``infinite`` for ``None``."""
     if error is None or math.isinf(error):

@@ -14,6 +14,7 @@ from lowprec_check.report.scan_document import scan_document
 from lowprec_check.schema.base import encode
 from lowprec_check.schema.scan_diff import ScanDiff
 from lowprec_check.schema.scan_result import ScanResult
+from lowprec_check.schema.statements import fill
 
 
 class TextFormat(ReportFormat):
@@ -128,11 +129,9 @@ class ConciseFormat(ReportFormat):
 def _lines(result: ScanResult, line: Callable[[Place, Message], str]) -> str:
     """A line for each message at each place, the most severe first, then the verdict."""
     messages = [(place, message) for place in places(result) for message in place.group.messages]
-    messages.sort(key=lambda its: SEVERITIES.index(its[1].severity))
+    messages.sort(key=lambda pair: SEVERITIES.index(pair[1].severity))
     said = told(result)
-    prediction = ""
-    if "prediction" in said:
-        prediction = f" {said['prediction']}."
+    prediction = fill(" {}.", said.get("prediction"))
     verdict = visible(f"{tally(result.diagnostics)}. {said['verdict']}.{prediction}", 1000)
     return "\n".join([*(line(place, message) for place, message in messages), verdict]) + "\n"
 

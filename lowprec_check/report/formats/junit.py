@@ -15,9 +15,10 @@ from lowprec_check.report.registry import ReportFormat
 from lowprec_check.report.runs_table import shown_status
 from lowprec_check.report.scan_document import machine, title
 from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult
-from lowprec_check.schema.statements import counted
+from lowprec_check.schema.statements import counted, fill
 
 MOST_LINES = 200
+"""Of one test case; viewers show all of them at once."""
 VERDICT = "verdict"
 """The name of the test case that is about the scan as a whole."""
 
@@ -36,27 +37,26 @@ class JUnitFormat(ReportFormat):
     def render(self, result: ScanResult) -> str:
         """The suite as a document."""
         why, said = failure(result), statements(result)
-        told = {found.kind: found.text for found in said}
-        failures = {name: found.text_of(name) for found in said if found.kind == "failure" for name in found.runs}
+        texts = {each.kind: each.text for each in said}
+        failures = {name: each.text_of(name) for each in said if each.kind == "failure" for name in each.runs}
         root = Element("testsuites", name="lowprec-check")
         suite = SubElement(root, "testsuite", name=visible(without_folders(result.target)))
-        properties = SubElement(suite, "properties")
-        for name, value in (
-            ("verdict", told["verdict"]),
-            ("fail-on", why.fail_on),
-            ("model", title(result)),
-            ("machine", machine(result)),
-            ("tool", result.tool),
-            *([("training", told["scope"])] if result.training else []),
-            *([("prediction", told["prediction"])] if result.prediction else []),
-        ):
-            SubElement(properties, "property", name=name, value=visible(value, 1000))
+        properties = {"verdict": texts["verdict"], "fail-on": why.fail_on, "model": title(result)}
+        properties |= {"machine": machine(result), "tool": result.tool}
+        if result.training:
+            properties["training"] = texts["scope"]
+        if result.prediction:
+            properties["prediction"] = texts["prediction"]
+        element = SubElement(suite, "properties")
+        for name, value in properties.items():
+            SubElement(element, "property", name=name, value=visible(value, 1000))
         model = visible(result.model.name)
         for run in result.runs:
             name = visible(f"{label(run)} on {run.device}")
             case = SubElement(suite, "testcase", {"classname": model, "name": name} | _time([run], result))
             _add_outcome(case, run, result, why, visible(without_folders(failures.get(label(run), ""))))
-        _add_verdict(SubElement(suite, "testcase", classname=model, name=VERDICT), result, why, told["verdict"])
+        _add_verdict(SubElement(suite, "testcase", classname=model, name=VERDICT), result, why, texts["verdict"])
+        # CI systems read the totals from the attributes
         suite.set("tests", str(len(suite.findall("testcase"))))
         for kind, name in (("failure", "failures"), ("error", "errors"), ("skipped", "skipped")):
             suite.set(name, str(len(suite.findall(f"testcase/{kind}"))))
@@ -79,15 +79,16 @@ def _add_outcome(case: Element, run: Run, result: ScanResult, why: ScanFailure, 
     failed = status and shown_status(run, result) not in ("skipped", "unjudged")
     if counting or (why.no_pass and failed):
         text = status or f"{counted(len(counting), 'finding')} at or over --fail-on {why.fail_on}"
-        kind = "error" if run.status in ("crashed", "timeout") else "failure"
-        passing = "input-dependent" if fails_elsewhere(run) else "findings"
-        what = run.status if run.status != "ok" else passing
+        kind, what = "failure", str(run.status)
+        if run.status in ("crashed", "timeout"):
+            kind = "error"
+        elif run.status == "ok":
+            what = "input-dependent" if fails_elsewhere(run) else "findings"
         SubElement(case, kind, message=text, type=what).text = _lines(found, result) or text
         return
+    # a failure that is known: skipped, as the scan as a whole does not fail for it
     if status:
-        note = ""
-        if failed:
-            note = f"; the scan does not fail for it (--fail-on {why.fail_on})"
+        note = fill(f"; the scan does not fail for it (--fail-on {why.fail_on})", failed)
         SubElement(case, "skipped", message=f"{status}{note}", type=shown_status(run, result))
     if found:
         SubElement(case, "system-out").text = _lines(found, result)
@@ -104,12 +105,10 @@ def _add_verdict(case: Element, result: ScanResult, why: ScanFailure, verdict: s
     if why.ended_early:
         SubElement(case, "error", message="the scan ended early", type="incomplete")
     if why.no_pass or counting:
+        text, what = f"{counted(len(counting), 'finding')} about the whole scan", "findings"
         if why.no_pass:
-            text = visible(verdict)
-        else:
-            text = f"{counted(len(counting), 'finding')} about the whole scan"
-        failed = SubElement(case, "failure", message=text, type="no-pass" if why.no_pass else "findings")
-        failed.text = _lines(found, result) or text
+            text, what = visible(verdict), "no-pass"
+        SubElement(case, "failure", message=text, type=what).text = _lines(found, result) or text
     elif found:
         SubElement(case, "system-out").text = _lines(found, result)
 
@@ -119,16 +118,13 @@ def _lines(found: Sequence[Diagnostic], result: ScanResult) -> str:
     lines = []
     for place in places(result, found):
         group = place.group
-        basis = ""
-        if group.rests_on:
-            basis = visible(f" (predicted from: {'; '.join(group.rests_on)})", 400)
+        basis = visible(fill(" (predicted from: {})", "; ".join(group.rests_on)), 400)
         for message in group.messages:
             head = visible(f"{place.line}: {message.severity} {group.code} {group.name}")
             lines.append(f"{head}: {place.sentence(message)}{basis}")
-    more = []
     if len(lines) > MOST_LINES:
-        more = [f"and {len(lines) - MOST_LINES:,} more"]
-    return without_folders("\n".join([*lines[:MOST_LINES], *more]))
+        lines[MOST_LINES:] = [f"and {len(lines) - MOST_LINES:,} more"]
+    return without_folders("\n".join(lines))
 
 
 FORMAT = JUnitFormat()

@@ -57,26 +57,22 @@ class SarifFormat(ReportFormat):
         foreign = sum(not place.is_own for place in merged)
         tool, _, version = visible(result.tool).rpartition(" ")
         home = _home_page()
-        driver = {
-            "name": tool or version,
-            **({"version": version} if tool and version else {}),
-            **({"informationUri": home} if home else {}),
-            "rules": [_rule(code, merged) for code in codes],
-        }
+        driver: dict[str, Any] = {"name": tool or version}
+        if tool and version:
+            driver["version"] = version
+        if home:
+            driver["informationUri"] = home
+        driver["rules"] = [_rule(code, merged) for code in codes]
+        said_of = {"verdict": said["verdict"], "model": title(result), "machine": machine(result)}
+        properties = {name: visible(text) for name, text in said_of.items()}
+        if result.prediction:
+            properties["prediction"] = visible(said["prediction"], 1000)
         run: dict[str, Any] = {
             "tool": {"driver": driver},
             "columnKind": "unicodeCodePoints",
             "originalUriBaseIds": _BASES,
-            "results": [
-                _result(place, codes, result, identity)
-                for place, identity in zip(merged, fingerprints(merged), strict=True)
-            ],
-            "properties": {
-                "verdict": visible(said["verdict"]),
-                "model": visible(title(result)),
-                "machine": visible(machine(result)),
-                **({"prediction": visible(said["prediction"], 1000)} if result.prediction else {}),
-            },
+            "results": [_result(*pair, codes, result) for pair in zip(merged, fingerprints(merged), strict=True)],
+            "properties": properties,
         }
         if foreign:
             note = {"level": "warning", "message": {"text": f"{counted(foreign, 'result')} {_BY_NAME}"}}
@@ -99,11 +95,11 @@ def _home_page() -> str | None:
 def _rule(code: str, merged: Sequence[Place]) -> dict[str, Any]:
     rule = rules().get(code)
     example = next(place.group for place in merged if place.group.code == code)
+    # a saved result may have findings of rules that this version lacks
+    summary_text = manual = visible(example.name) or "Finding"
+    severity = example.severity
     if rule:
-        summary_text = rule.summary
-    else:
-        summary_text = visible(example.name) or "Finding"
-    manual = rule.manual if rule else summary_text
+        summary_text, manual, severity = rule.summary, rule.manual, rule.severity
     most, description = LONGEST_DESCRIPTION, manual
     if len(manual) > most:  # its first paragraphs
         description = manual[: most + 1].rpartition("\n\n")[0] or f"{manual[: most - 1]}…"
@@ -113,14 +109,15 @@ def _rule(code: str, merged: Sequence[Place]) -> dict[str, Any]:
         "shortDescription": {"text": summary_text},
         "fullDescription": {"text": description},
         "help": {"text": manual, "markdown": manual},
-        "defaultConfiguration": {"level": rule.severity if rule else example.severity},
+        "defaultConfiguration": {"level": severity},
         "properties": {"tags": ["low-precision", "pytorch"]},
     }
 
 
-def _result(place: Place, codes: list[str], result: ScanResult, identity: str) -> dict[str, Any]:
+def _result(place: Place, identity: str, codes: list[str], result: ScanResult) -> dict[str, Any]:
     group, rests_on = place.group, visible(without_folders("; ".join(place.group.rests_on)), 1000)
-    message = "\n".join(f"{place.sentence(its, '. What to do: ').rstrip('.')}." for its in group.messages)
+    sentences = (place.sentence(message, ". What to do: ") for message in group.messages)
+    message = "\n".join(f"{sentence.rstrip('.')}." for sentence in sentences)
     if rests_on:
         message = f"{message} Predicted from: {rests_on}."
     related = []
@@ -128,41 +125,43 @@ def _result(place: Place, codes: list[str], result: ScanResult, identity: str) -
         modules = list(dict.fromkeys(visible(d.module) for d in found if d.module))
         what = " in ".join(filter(None, (visible(found[0].op or ""), some(modules, 1)))) or "the call"
         related.append(_location(line, found, result, PACKAGES) | {"id": number, "message": {"text": what}})
-    return {
+    entry: dict[str, Any] = {
         "ruleId": visible(group.code),
         "ruleIndex": codes.index(group.code),
         "level": group.severity,
         "message": {"text": without_folders(message)},
         "locations": [_location(place.line, place.found, result, OWN if place.is_own else PACKAGES)],
-        **({"relatedLocations": related} if related else {}),
-        **({"fixes": fixes} if (fixes := _fixes(place, result)) else {}),
-        "partialFingerprints": {FINGERPRINT: identity},
-        "properties": {
-            "precisions": list(map(visible, group.runs)),
-            "calls": group.calls,
-            **({"predictedFrom": rests_on} if rests_on else {}),
-        },
     }
+    # what is empty is left out
+    if related:
+        entry["relatedLocations"] = related
+    if fixes := _fixes(place, result):
+        entry["fixes"] = fixes
+    entry["partialFingerprints"] = {FINGERPRINT: identity}
+    entry["properties"] = {"precisions": list(map(visible, group.runs)), "calls": group.calls}
+    if rests_on:
+        entry["properties"]["predictedFrom"] = rests_on
+    return entry
 
 
 def _fixes(place: Place, result: ScanResult) -> list[dict[str, Any]]:
     """The changes of the patch that are for this finding, each with the lines that it replaces."""
-    changes = result.fixing.changes if result.fixing is not None else []
-    found = []
-    for change in changes:
+    fixes: list[dict[str, Any]] = []
+    if result.fixing is None:
+        return fixes
+    for change in result.fixing.changes:
         inside = change.line <= place.line.number <= change.end_line
         if change.file != place.line.file or not inside or place.group.code not in change.codes:
             continue
+        # up to the start of the next line; an insertion replaces nothing
+        region = {"startLine": change.line, "startColumn": 1, "endLine": change.line, "endColumn": 1}
         if change.before:
-            end = change.end_line + 1
-        else:
-            end = change.line
-        region = {"startLine": change.line, "startColumn": 1, "endLine": end, "endColumn": 1}
+            region["endLine"] = change.end_line + 1
         replacement = {"deletedRegion": region, "insertedContent": {"text": change.after}}
         artifact = _location(place.line, (), result, OWN)["physicalLocation"]["artifactLocation"]
         changed = [{"artifactLocation": artifact, "replacements": [replacement]}]
-        found.append({"description": {"text": visible(change.why)}, "artifactChanges": changed})
-    return found
+        fixes.append({"description": {"text": visible(change.why)}, "artifactChanges": changed})
+    return fixes
 
 
 def _location(line: FileLine, found: Sequence[Diagnostic], result: ScanResult, base: str) -> dict[str, Any]:
@@ -170,16 +169,18 @@ def _location(line: FileLine, found: Sequence[Diagnostic], result: ScanResult, b
     if re.match(r"[A-Za-z]:/", path):
         path = f"/{path}"
     uri = quote(encodable(path), safe="/") or "model"
+    # a path is absolute, or relative to one of the folders in originalUriBaseIds
+    artifact = {"uri": uri, "uriBaseId": base}
     if path.startswith("/"):
         artifact = {"uri": f"file://{uri}"}
-    else:
-        artifact = {"uri": uri, "uriBaseId": base}
     names = (visible(d.module) or visible(result.model.name) or "model" for d in found if d.module is not None)
     logical = [{"fullyQualifiedName": name, "kind": "module"} for name in dict.fromkeys(names)]
-    return {
-        "physicalLocation": {"artifactLocation": artifact, "region": {"startLine": line.number}},
-        **({"logicalLocations": logical[:MOST_RELATED]} if logical else {}),
+    location: dict[str, Any] = {
+        "physicalLocation": {"artifactLocation": artifact, "region": {"startLine": line.number}}
     }
+    if logical:
+        location["logicalLocations"] = logical[:MOST_RELATED]
+    return location
 
 
 _DTYPES = re.compile(r"\b(?:torch\.)?(?:b?float\d+\w*|half|c?double|Complex\w+|BFloat16|Half|Float)\b")

@@ -35,7 +35,7 @@ from lowprec_check.report.blocks import (
     look_of,
 )
 from lowprec_check.report.foreign_text import visible, visible_lines
-from lowprec_check.schema.statements import limit_figure
+from lowprec_check.schema.statements import fill, limit_figure
 
 _HERE = Path(__file__).parent
 _CARDS = 40
@@ -109,27 +109,27 @@ class _Page:
         """Blocks one below the other; items as a list."""
         parts = []
         for is_item, group in groupby(blocks, lambda block: isinstance(block, Say) and block.role == "item"):
-            shown = Markup().join(map(self._block, group))
-            parts.append(Markup("<ul>{}</ul>\n").format(shown) if is_item else shown)
+            inside = Markup().join(map(self._block, group))
+            if is_item:
+                inside = Markup("<ul>{}</ul>\n").format(inside)
+            parts.append(inside)
         return Markup().join(parts)
 
     def _block(self, block: Block) -> Markup:
-        if isinstance(block, Heading | Say):
-            if isinstance(block, Heading):
-                return self._heading(block)
+        if isinstance(block, Heading):
+            return self._heading(block)
+        if isinstance(block, Say):
             return self._say(block)
         if isinstance(block, Table):
-            if block.rows:
-                return self._table(block)
-            return Markup()
+            return self._table(block)
         if isinstance(block, CodeBlock):
             return _CODE.format("\n".join(visible_lines(block.text)))
         if isinstance(block, Pairs):
             pairs = Markup().join(_PAIR.format(visible(name, 80), visible(value, 1000)) for name, value in block.pairs)
             return Markup('<dl class="facts" aria-label="{}">{}</dl>\n').format(visible(block.name), pairs)
         if isinstance(block, Fold):
-            state, title = Markup(" open") if block.open else "", _text(visible(block.title, 2000))
-            return _FOLD.format(state, _tone(block.tone), title, self.blocks(block.blocks))
+            title = _text(visible(block.title, 2000))
+            return _FOLD.format(" open" * block.open, _tone(block.tone), title, self.blocks(block.blocks))
         assert isinstance(block, Chart)
         drawn = block.draw()
         if drawn:
@@ -139,8 +139,9 @@ class _Page:
     def _heading(self, block: Heading) -> Markup:
         if block.level > 2:
             return Markup("<h{0}>{1}</h{0}>\n").format(min(block.level, 6), visible(block.text))
+        # two headings of a page may have one text
         anchor = re.sub(r"\W+", "-", block.anchor or block.text.lower()).strip("-") or "section"
-        while any(anchor == known for known, _ in self.links):
+        while any(anchor == taken for taken, _ in self.links):
             anchor += "-"
         self.links.append((anchor, visible(block.text)))
         return Markup('<h2 id="{}">{}</h2>\n').format(anchor, visible(block.text))
@@ -158,33 +159,38 @@ class _Page:
             return Markup('<{0} class="words">{1}</{0}>\n').format(tag, text)
         if block.role == "item":
             return Markup("<li{}>{}</li>").format(_tone(block.tone), text)
-        name = block.role if block.role in ("hint", "note") else ""
+        name = {"hint": "hint", "note": "note"}.get(block.role, "")
         return Markup("<p{}>{}</p>\n").format(_tone(block.tone, name), text)
 
     # -- tables
 
     def _table(self, block: Table) -> Markup:
+        if not block.rows:
+            return Markup()
         cards = len(block.rows) <= _CARDS and len(block.columns) > 2
+        # what a column means is on its head, and below the table for those who cannot hover
         heads, meanings = [], dict[str, list[str]]()
         for index, column in enumerate(block.columns):
-            classes, hint, name = "", "", visible(column.name)
+            align, hint, name = "", "", visible(column.name)
             if column.type in FIGURES:
-                classes = Markup(' class="n"')
+                align = Markup(' class="n"')
             if column.meaning and any(row.cells[index] is not None for row in block.rows):
                 hint = Markup(' title="{}"').format(column.meaning)
                 meanings.setdefault(column.meaning, []).append(name)
-            heads.append(Markup('<th scope="col"{}{}>{}</th>').format(classes, hint, name))
+            heads.append(Markup('<th scope="col"{}{}>{}</th>').format(align, hint, name))
         legend = Markup().join(_PAIR.format(", ".join(names), meaning) for meaning, names in meanings.items())
         more = f"{block.left_out:,} of {len(block.rows) + block.left_out:,} rows are not shown; the saved JSON has all."
+        is_tall = block.searchable and len(block.rows) > _CARDS
+        classes = {"cards": cards, "searchable": _is_searchable(block)}
         return _TABLE.format(
-            " tall" if block.searchable and len(block.rows) > _CARDS else "",
+            " tall" * is_tall,
             visible(block.name or "table"),
-            " ".join([*(["cards"] if cards else []), *(["searchable"] if _is_searchable(block) else [])]),
+            " ".join(name for name, applies in classes.items() if applies),
             visible(block.name),
             Markup().join(heads),
             Markup().join(self._rows(block, cards)),
-            Markup('<p class="hint">{}</p>\n').format(more) if block.left_out else "",
-            _LEGEND.format(legend) if meanings else "",
+            Markup('<p class="hint">{}</p>\n').format(more) * bool(block.left_out),
+            _LEGEND.format(legend) * bool(meanings),
         )
 
     def _rows(self, block: Table, cards: bool) -> Iterator[Markup]:
@@ -227,7 +233,7 @@ def _is_searchable(block: Table) -> bool:
 
 
 def _tone(tone: str, name: str = "") -> Markup:
-    names = " ".join(filter(None, (name, tone if tone != "none" else "")))
+    names = " ".join(filter(None, (name, tone.replace("none", ""))))
     if names:
         return Markup(' class="{}"').format(names)
     return Markup()
@@ -235,44 +241,39 @@ def _tone(tone: str, name: str = "") -> Markup:
 
 def _text(text: str) -> Markup:
     """``text`` in which no line ends inside a figure such as ``5e-02``."""
-    return Markup(_FLOAT.sub(lambda found: f"<span class=tight>{found[0]}</span>", str(escape(text))))
+    return Markup(_FLOAT.sub(lambda figure: f"<span class=tight>{figure[0]}</span>", str(escape(text))))
 
 
 def _cell(row: Row, index: int, block: Table, cards: bool) -> Markup:
     """One cell; in a table that becomes ``cards`` on a phone, with the name of its column."""
     column, value = block.columns[index], row.cells[index]
+    tag, attributes = "td", Markup()
     if index < block.headings:
-        attributes = Markup(' scope="row"')
-    else:
-        attributes = Markup()
+        tag, attributes = "th", Markup(' scope="row"')
     if cards and index:
         attributes += Markup(' data-h="{}"').format(visible(column.name))
-    value = None if value == "" and column.type != "module" else value
-    if value is None and column.type in WIDE:
-        text = ""
-    else:
+    # the path of the model itself is empty, any other empty cell has nothing
+    if value == "" and column.type != "module":
+        value = None
+    text = ""
+    if value is not None or column.type not in WIDE:
         text = cell_text(value, column.type)
-    shown = _Shown(text, "none")
-    if value is not None:
-        show = _CELLS.get(column.type)
-        if show is not None:
-            shown = show(value, text, row)
-        else:
-            shown = _Shown(text)
+    if value is None:
+        shown = _Shown(text, "none")
+    else:
+        shown = _CELLS.get(column.type, _plain)(value, text, row)
     content = shown.content
     if index == 0 and row.tag:
         content = Markup('{} <span class="tag">{}</span>').format(content, visible(row.tag))
     if _is_searchable(block) and column.type in _ORDERED:
         attributes += Markup(' data-v="{:.6g}"').format(_order(value, column.type))
+    classes = [shown.classes]
     if column.type in FIGURES:
-        align = "n"
+        classes.insert(0, "n")
     elif column.type in WIDE:
-        align = "wide"
-    else:
-        align = ""
-    if classes := " ".join(filter(None, (align, shown.classes))):
-        attributes += Markup(' class="{}"').format(classes)
-    tag = "th" if index < block.headings else "td"
+        classes.insert(0, "wide")
+    if any(classes):
+        attributes += Markup(' class="{}"').format(" ".join(filter(None, classes)))
     return Markup("<{0}{1}>{2}</{0}>").format(tag, attributes + shown.more, content)
 
 
@@ -282,6 +283,10 @@ class _Shown(NamedTuple):
     content: Markup | str
     classes: str = ""
     more: Markup = Markup()
+
+
+def _plain(_: Any, text: str, __: Row) -> _Shown:
+    return _Shown(text)
 
 
 def _error(value: ErrorOf | float, text: str, _: Row) -> _Shown:
@@ -296,14 +301,18 @@ def _error(value: ErrorOf | float, text: str, _: Row) -> _Shown:
             return _percent((math.log10(error) + 6) / 6)
         return 0
 
-    bad = value.error is None or value.error > value.tolerance
+    classes = "bar good"
+    if value.error is None or value.error > value.tolerance:
+        classes = "bar bad"
     more = Markup(' style="--w:{}%;--t:{}%" title="tolerance {}"')
     ends = place(value.error), place(value.tolerance)
-    return _Shown(text, "bar bad" if bad else "bar good", more.format(*ends, limit_figure(value.tolerance)))
+    return _Shown(text, classes, more.format(*ends, limit_figure(value.tolerance)))
 
 
 def _link(value: Link, text: str, _: Row) -> _Shown:
-    return _Shown(Markup('<a href="{}">{}</a>').format(value.target, text) if _SAFE.match(value.target) else text)
+    if not _SAFE.match(value.target):
+        return _Shown(text)
+    return _Shown(Markup('<a href="{}">{}</a>').format(value.target, text))
 
 
 def _name(value: str, text: str, _: Row) -> _Shown:
@@ -315,17 +324,16 @@ def _name(value: str, text: str, _: Row) -> _Shown:
 
 def _module(path: str, text: str, row: Row) -> _Shown:
     """A module, which a click chooses; in a tree, without the modules around it."""
-    shown = text
     if row.depth and row.module == path:
-        shown = visible(path.rpartition(".")[2])
-    return _Shown(_MODULE.format(quote(visible(path)), shown))
+        text = visible(path.rpartition(".")[2])
+    return _Shown(_MODULE.format(quote(visible(path)), text))
 
 
 def _status(value: str | StatusOf, text: str, _: Row) -> _Shown:
-    known = look_of(value)
-    sign = Markup('<span aria-hidden="true">{}</span> ').format(known.sign) if known.sign else ""
-    tone = known.tone if len(text) < _SHORT else f"{known.tone} long"
-    return _Shown(_BADGE.format(tone, Markup(' title="{}"').format(known.meaning), sign, text))
+    look = look_of(value)
+    sign = Markup('<span aria-hidden="true">{}</span> ').format(look.sign) * bool(look.sign)
+    tone = f"{look.tone}{fill(' long', len(text) >= _SHORT)}"
+    return _Shown(_BADGE.format(tone, Markup(' title="{}"').format(look.meaning), sign, text))
 
 
 _TIGHT = Markup("<span class=tight>{}</span>")
@@ -359,12 +367,15 @@ def _order(value: Any, kind: str) -> float:
         return math.nan
     if kind == "status":
         return look_of(value).rank
+    if isinstance(value, ErrorOf) and value.error is None:
+        return math.inf
     if isinstance(value, ErrorOf):
-        return math.inf if value.error is None else value.error
-    number = value.ratio if isinstance(value, SpeedOf) else value
-    if number is None:
+        value = value.error
+    elif isinstance(value, SpeedOf):
+        value = value.ratio
+    if value is None:
         return math.nan
-    return float(number)
+    return float(value)
 
 
 def _percent(part: float) -> int:

@@ -27,6 +27,7 @@ from lowprec_check.report.blocks import (
 )
 from lowprec_check.report.foreign_text import LONGEST as LONGEST_NAME
 from lowprec_check.report.foreign_text import visible, visible_lines, without_folders
+from lowprec_check.schema.statements import fill
 
 LONGEST = 60_000
 """Characters; GitHub rejects comments of more than 65,536."""
@@ -40,7 +41,9 @@ _CODE = ("op", "module", "source", "code")
 def markdown(document: Document, longest: int = LONGEST, detail: Detail = "more") -> str:
     """The document, cut to ``longest`` characters unless whole; tables say what is missing."""
     blocks = list(document.shown(detail, "verdict first"))
-    longest = sys.maxsize if document.whole else longest
+    if document.whole:
+        longest = sys.maxsize
+    # shorter tables first, then blocks from the end
     most = max(map(_longest_table, blocks), default=0)
     while len(shown := _laid_out(blocks, most)) > longest and most:
         most = most * 2 // 3
@@ -64,8 +67,10 @@ def _laid_out(blocks: Iterable[Block], most: int) -> str:
     """Blocks with at most ``most`` rows of each table."""
     parts: list[str] = []
     for is_item, group in groupby(blocks, lambda block: isinstance(block, Say) and block.role == "item"):
-        shown = [_block(block, most) for block in group]
-        parts += ["\n".join(shown)] if is_item else shown
+        laid_out = [_block(block, most) for block in group]
+        if is_item:
+            laid_out = ["\n".join(laid_out)]
+        parts += laid_out
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -82,34 +87,33 @@ def _block(block: Block, most: int) -> str:
     if isinstance(block, Pairs):
         rows = [[escape(visible(name, 80)), code(visible(value, 200))] for name, value in block.pairs]
         return _pipe_table(rows, ["", ""], ["left", "left"])
-    shown = ""
-    if isinstance(block, Fold):
-        title = without_folders(visible(block.title)).replace("&", "&amp;").replace("<", "&lt;")
-        title = f"<code>{title}</code>" if _LINKED.search(title) else title  # GitHub looks for mentions in HTML too
-        inside = _laid_out(block.blocks, most).rstrip("\n")
-        shown = f"<details{' open' * block.open}><summary>{title}</summary>\n\n{inside}\n\n</details>"
-    return shown
+    if not isinstance(block, Fold):
+        return ""
+    title = without_folders(visible(block.title)).replace("&", "&amp;").replace("<", "&lt;")
+    if _LINKED.search(title):  # GitHub looks for mentions in HTML too
+        title = f"<code>{title}</code>"
+    inside = _laid_out(block.blocks, most).rstrip("\n")
+    return f"<details{' open' * block.open}><summary>{title}</summary>\n\n{inside}\n\n</details>"
 
 
 def _sentence(block: Say) -> str:
-    shown, lead = escape(visible(block.text, 4000)), f"**{escape(visible(block.lead, 1000))}**: " if block.lead else ""
+    text, lead = escape(visible(block.text, 4000)), fill("**{}**: ", escape(visible(block.lead, 1000)))
     if block.role == "title":
-        return f"**{shown}**"
+        return f"**{text}**"
     if block.role == "hint" and not lead:
-        return f"*{shown}*"
+        return f"*{text}*"
     mark = {"verdict": f"### {_TONES[block.tone]} ", "note": "> ", "item": "- "}.get(block.role, "")
-    return f"{mark}{lead}{shown}"
+    return f"{mark}{lead}{text}"
 
 
 def _table(block: Table, most: int) -> str:
-    kept = [_cells(block, row) for row in block.rows[:most]]
-    align = ["right" if column.type in FIGURES else "left" for column in block.columns]
-    parts = []
-    if kept:
-        parts = [_pipe_table(kept, [escape(visible(column.name)) for column in block.columns], align)]
+    rows, parts = [_cells(block, row) for row in block.rows[:most]], []
+    if rows:
+        align = ["right" if column.type in FIGURES else "left" for column in block.columns]
+        parts = [_pipe_table(rows, [escape(visible(column.name)) for column in block.columns], align)]
     total = len(block.rows) + block.left_out
-    if total > len(kept):
-        left_out = total - len(kept)
+    left_out = total - len(rows)
+    if left_out > 0:
         parts.append(f"*{left_out:,} of {total:,} rows are not shown; the saved JSON has all.*")
     return "\n\n".join(parts)
 
@@ -117,19 +121,20 @@ def _table(block: Table, most: int) -> str:
 def _cells(block: Table, row: Row) -> list[str]:
     cells = []
     for value, column in zip(row.cells, block.columns, strict=True):
-        shown = visible(cell_text(value, column.type), _LONGEST_CELL)
+        text = visible(cell_text(value, column.type), _LONGEST_CELL)
         if column.type == "status" and value is not None:
-            shown = f"{look_of(value).emoji} {escape(shown)}".strip()
+            text = f"{look_of(value).emoji} {escape(text)}".strip()
         elif column.type == "severity":
-            shown = _SEVERITIES.get(shown, shown)
+            text = _SEVERITIES.get(text, text)
         elif isinstance(value, Link):
-            shown = f"[{escape(shown)}]({value.target})"
+            text = f"[{escape(text)}]({value.target})"
         elif column.type in _CODE and value not in (None, ""):
-            shown = code(shown)
+            text = code(text)
         else:
-            shown = escape(shown)
-        cells.append(shown)
-    cells[0] = "&nbsp;&nbsp;" * row.depth + cells[0] + (f" **{escape(visible(row.tag))}**" if row.tag else "")
+            text = escape(text)
+        cells.append(text)
+    # a tree is shown by indents, which Markdown removes from plain spaces
+    cells[0] = "&nbsp;&nbsp;" * row.depth + cells[0] + fill(" **{}**", escape(visible(row.tag)))
     return cells
 
 
@@ -152,18 +157,19 @@ def escape(text: str) -> str:
 
 def code(text: str, most: int = LONGEST_NAME) -> str:
     """A code span."""
-    shown = visible(without_folders(text), most)
-    ticks = "`" * (_most_ticks(shown) + 1)
-    space = " " if shown.startswith("`") or shown.endswith("`") or not shown.strip() else ""
-    return f"{ticks}{space}{shown or ' '}{space}{ticks}"
+    text = visible(without_folders(text), most)
+    # spaces keep its own backticks apart from those around it
+    ticks = "`" * (_most_ticks(text) + 1)
+    space = fill(" ", text.startswith("`") or text.endswith("`") or not text.strip())
+    return f"{ticks}{space}{text or ' '}{space}{ticks}"
 
 
 def _fence(block: CodeBlock) -> str:
-    shown = "\n".join(visible_lines(without_folders(block.text)))
-    if len(shown) > _LONGEST_CODE:
-        shown = shown[:_LONGEST_CODE].rpartition("\n")[0] + "\n# … truncated: the saved JSON has the full code"
-    ticks = "`" * max(3, _most_ticks(shown) + 1)
-    return f"{ticks}{block.language}\n{shown}\n{ticks}"
+    text = "\n".join(visible_lines(without_folders(block.text)))
+    if len(text) > _LONGEST_CODE:
+        text = text[:_LONGEST_CODE].rpartition("\n")[0] + "\n# … truncated: the saved JSON has the full code"
+    ticks = "`" * max(3, _most_ticks(text) + 1)
+    return f"{ticks}{block.language}\n{text}\n{ticks}"
 
 
 def _most_ticks(text: str) -> int:

@@ -29,6 +29,7 @@ from lowprec_check.report.blocks import (
     look_of,
 )
 from lowprec_check.report.foreign_text import visible, visible_lines
+from lowprec_check.schema.statements import agree, fill
 
 NARROWEST = 40
 """Columns; a narrower terminal wraps the lines itself."""
@@ -91,27 +92,32 @@ def _print_sentence(console: Console, block: Say, indent: int) -> None:
         "prompt": "dim",
         "note": "yellow",
     }
-    lead = (f"{visible(block.lead, 1000)}: ", "bold" if block.role == "verdict" else "") if block.lead else ""
-    if block.role == "verdict":
+    lead, style_of_lead = fill("{}: ", visible(block.lead, 1000)), ""
+    if block.role == "verdict":  # it stands out by itself
+        style_of_lead = "bold"
         console.print()
-    shown = Text.assemble(lead, (visible(block.text, 4000), style.get(block.role, _TONES[block.tone])))
-    console.print(Padding(shown, (0, 0, 0, indent + (2 if block.role == "item" else 0))))
+    if block.role == "item":
+        indent += 2
+    text = (visible(block.text, 4000), style.get(block.role, _TONES[block.tone]))
+    console.print(Padding(Text.assemble((lead, style_of_lead), text), (0, 0, 0, indent)))
 
 
 def _print_table(console: Console, block: Table, detail: Detail, indent: int) -> None:
+    rows = block.rows
     if block.most and detail == "first":
-        rows = block.rows[: block.most]
-    else:
-        rows = block.rows
+        rows = rows[: block.most]
     left_out = len(block.rows) - len(rows) + block.left_out
-    rows_are = "row is" if left_out == 1 else "rows are"
     more = []
     if left_out:
-        more = [f"{left_out:,} more {rows_are} not shown; a JSON report has all"]
+        more = [f"{left_out:,} more {agree(left_out, 'row is', 'rows are')} not shown; a JSON report has all"]
     if len(block.columns) == 1:  # a list
         for line in [*(cell_text(row.cells[0], block.columns[0].type) for row in rows), *more]:
             console.print(Padding(Text(line), (0, 0, 0, indent + 2)))
         return
+    # a wide table gets more room for its sentences, or puts them below its rows
+    least = LEAST_TEXT
+    if block.headings > 1 or len(block.columns) > 7:
+        least = 2 * LEAST_TEXT
     print_table(
         console,
         [column.name for column in block.columns],
@@ -119,7 +125,7 @@ def _print_table(console: Console, block: Table, detail: Detail, indent: int) ->
         right=[column.name for column in block.columns if column.type in FIGURES],
         sentences=bool(block.columns) and block.columns[-1].type in WIDE,
         heading=block.headings,
-        least=2 * LEAST_TEXT if block.headings > 1 or len(block.columns) > 7 else LEAST_TEXT,
+        least=least,
     )
     for line in more:
         console.print(Text(line, style="dim"))
@@ -128,14 +134,14 @@ def _print_table(console: Console, block: Table, detail: Detail, indent: int) ->
 def _cells(block: Table, row: Row) -> list[Text]:
     cells = []
     for value, column in zip(row.cells, block.columns, strict=True):
-        shown, style = cell_text(value, column.type), ""
+        text, style = cell_text(value, column.type), ""
         if column.type == "status":
             style = _TONES[look_of(value).tone]
         elif column.type == "severity":
-            style = _SEVERITIES.get(shown, "")
-        elif column.type in WIDE and shown == "–":
-            shown = ""
-        cells.append(Text(shown, style=style))
+            style = _SEVERITIES.get(text, "")
+        elif column.type in WIDE and text == "–":
+            text = ""
+        cells.append(Text(text, style=style))
     if row.depth:
         cells[0] = Text("  " * row.depth).append_text(cells[0])
     return cells
@@ -168,26 +174,32 @@ def print_table(
         least: columns that a sentence gets beside its row.
     """
     cells = [[Text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+    # what the figures need, and what the sentence beside them would
     figures = len(names) - sentences
     widths = [max([len(name), *(row[index].cell_len for row in cells)]) for index, name in enumerate(names)]
     fixed = sum(widths[:figures]) + _GAP * figures
     wanted = sum(min(width, least) + _GAP for width in widths[figures:]) - _GAP
+    # one table, whose last column takes several lines
     if fixed + wanted <= console.width:
         table = RichTable(box=None, padding=(0, _GAP, 0, 0), header_style="dim", show_header=any(names), pad_edge=False)
         for index, name in enumerate(names):
             folds = sentences and index == len(names) - 1
-            table.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=not folds)
+            side: Literal["left", "right"] = "right" if name in right else "left"
+            table.add_column(name, justify=side, overflow="fold", no_wrap=not folds)
         for row in cells:
             table.add_row(*row)
         console.print(table)
+    # the figures as a table, each sentence below its row
     elif fixed - _GAP <= console.width:
         head = [Text(name, style="dim") for name in names]
-        for row in [head, *cells] if any(names) else cells:
+        if any(names):
+            cells.insert(0, head)
+        for row in cells:
             line = Text()
             for name, cell, width in zip(names, row, widths[:figures], strict=False):
-                shown = cell.copy()
-                shown.align("right" if name in right else "left", width)
-                line.append_text(shown).append(" " * _GAP)
+                aligned = cell.copy()
+                aligned.align("right" if name in right else "left", width)
+                line.append_text(aligned).append(" " * _GAP)
             console.print(line, soft_wrap=True)
             if row is not head:
                 _print_below(console, row[figures:])
@@ -209,7 +221,7 @@ def _print_as_block(console: Console, names: Sequence[str], row: Sequence[Text],
         if line.plain and line.cell_len + 3 + part.cell_len > console.width - _INDENT:
             _print_below(console, [line])
             line = Text()
-        line.append(" · " if line.plain else "").append_text(part)
+        line.append(fill(" · ", line.plain)).append_text(part)
     _print_below(console, [line, *row[figures:]])
 
 
