@@ -55,12 +55,9 @@ def fingerprint(diagnostic: Diagnostic) -> str:
     of a stack is accepted for all. The message does not count, so that it can be reworded, but what
     code of the user's raises where no op is at fault.
     """
-    d = diagnostic
-    raised = None
-    if d.op is None:
-        raised = d.figures.get("error")
-    words = ""
-    if isinstance(raised, str):
+    d, words = diagnostic, ""
+    raised = d.figures.get("error")
+    if d.op is None and isinstance(raised, str):
         words = without_numbers(raised)
     if d.code == "LP301" and d.figures and d.figures.keys().isdisjoint({"error", "share", "note"}):
         words = "NaN or Inf"  # which is worse than an error that was accepted
@@ -94,14 +91,12 @@ def without_numbers(message: str) -> str:
 
 
 def baseline_of(result: ScanResult, known: Baseline | None = None) -> Baseline:
-    """All findings of ``result`` that do not rest on times, each fingerprint once, sorted; and
-    those of ``known`` that this scan did not look for.
-    """
+    """The findings of ``result``, but for times, and those of ``known`` that it did not look for."""
     found = {fingerprint(d): d for d in reversed(result.diagnostics) if not d.timed}
+    # entries of other targets, runs and codes stay
     others = []
     if known:
-        others = [entry for entry in known.findings if entry.fingerprint not in found]
-    kept = [entry for entry in others if not _looked_for(entry, result)]
+        others = [e for e in known.findings if e.fingerprint not in found and not _looked_for(e, result)]
     entries = [
         Entry(
             fingerprint=key,
@@ -123,7 +118,7 @@ def baseline_of(result: ScanResult, known: Baseline | None = None) -> Baseline:
         fields = (entry.code, entry.precision, entry.file, entry.module, entry.op, entry.fingerprint)
         return tuple(field or "" for field in fields)
 
-    return Baseline(findings=sorted([*entries, *kept], key=order))
+    return Baseline(findings=sorted([*entries, *others], key=order))
 
 
 def _looked_for(entry: Entry, result: ScanResult) -> bool:
@@ -148,9 +143,8 @@ def load(path: Path) -> Baseline:
     try:
         return decode(path.read_bytes(), Baseline, SCHEMA)
     except OSError as error:
-        raise UsageError(
-            f"Cannot read the baseline {path}: {error.strerror}.", "Create it with --update-baseline."
-        ) from None
+        problem = f"Cannot read the baseline {path}: {error.strerror}."
+        raise UsageError(problem, "Create it with --update-baseline.") from None
     except ValueError as error:
         raise UsageError(f"{path} is not a baseline: {error}.", "Give another file to --baseline.") from None
 
@@ -161,12 +155,12 @@ def accept(result: ScanResult, baseline: Baseline) -> tuple[ScanResult, list[Ent
     A finding that rests on times is neither, even if an older version has written it to the
     baseline.
     """
-    known, seen = baseline.fingerprints, set()
-    marked = []
+    accepted, seen, marked = baseline.fingerprints, set(), []
     for diagnostic in result.diagnostics:
         key = fingerprint(diagnostic)
         seen.add(key)
-        marked.append(msgspec.structs.replace(diagnostic, accepted=key in known and not diagnostic.timed))
+        marked.append(msgspec.structs.replace(diagnostic, accepted=key in accepted and not diagnostic.timed))
+    # an entry is stale only if this scan would have shown it
     timed = {code for code, rule in rules().items() if rule.timed}
     missing = [entry for entry in baseline.findings if entry.fingerprint not in seen and entry.code not in timed]
     stale = [entry for entry in missing if _looked_for(entry, result)]

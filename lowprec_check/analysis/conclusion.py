@@ -13,6 +13,7 @@ from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.analysis.statements.advice import basis
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.analysis.training_advice import recommend_training
+from lowprec_check.schema.findings import Severity
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, RunKey
 from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult, skipped
 
@@ -26,6 +27,7 @@ def conclude(result: ScanResult) -> ScanResult:
         advice = recommend(result.runs, result.model, about, prefer)
     else:
         advice = recommend_training(result, about, prefer)
+    # rules look at the recommendation, statements at both
     result = msgspec.structs.replace(result, recommendation=advice)
     diagnostics = diagnose(result, options.get("select", ()), options.get("ignore", ()))
     result = msgspec.structs.replace(result, diagnostics=diagnostics)
@@ -112,14 +114,17 @@ def asked_to_fail_on(result: ScanResult, fail_on: FailOn, *, with_baseline: bool
 def failure(result: ScanResult) -> ScanFailure:
     """Why ``result`` fails, by the ``--fail-on`` in its options.
 
-    :data:`DEFAULT` counts if that is not saved, or by a version that knows more. With a baseline, which asks for what is new, accepted findings do not count, nor do those that rest on times.
+    :data:`DEFAULT` counts if that is not saved, or by a version that knows more. With a baseline,
+    which asks for what is new, accepted findings do not count, nor do those that rest on times.
     """
     asked = result.options.get(OPTION)
-    fail_on = next((known for known in get_args(FailOn) if known == asked), DEFAULT)
+    fail_on = next((level for level in get_args(FailOn) if level == asked), DEFAULT)
     if fail_on == "never":
         return ScanFailure(fail_on, no_pass=False, findings=[])
     has_baseline = bool(result.options.get(WITH_BASELINE))
     counting = [d for d in result.diagnostics if not d.accepted and not (has_baseline and d.timed)]
-    severe = SEVERITIES[: SEVERITIES.index(fail_on) + 1] if fail_on != "no-pass" else ()
-    found = [d for d in counting if d.severity in severe]
-    return ScanFailure(fail_on, result.recommendation is None, found, ended_early=not result.complete)
+    severe: tuple[Severity, ...] = ()
+    if fail_on != "no-pass":
+        severe = SEVERITIES[: SEVERITIES.index(fail_on) + 1]
+    findings = [d for d in counting if d.severity in severe]
+    return ScanFailure(fail_on, result.recommendation is None, findings, ended_early=not result.complete)

@@ -18,7 +18,7 @@ from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.run_key import EAGER, RunKey
 from lowprec_check.schema.scan_diff import DiffSide, Direction, Kind, RunPair, ScanChange, ScanDiff
 from lowprec_check.schema.scan_result import Gap, Run, ScanResult
-from lowprec_check.schema.statements import chained, counted, milliseconds, percent, plain, say
+from lowprec_check.schema.statements import chained, counted, fill, milliseconds, percent, plain, say
 from lowprec_check.schema.verdict import look
 
 ERROR_FACTOR = 2.0
@@ -50,6 +50,7 @@ def diff_scans(old: ScanResult, new: ScanResult) -> ScanDiff:
     Each change between a measured and a predicted result says so. Predictions have no times, so
     none are compared.
     """
+    # runs of the new scan first, then those that it lacks
     before, after = _by_key(old), _by_key(new)
     pairs = [(before.get(key), after.get(key)) for key in dict.fromkeys([*after, *before])]
     changes: list[ScanChange] = []
@@ -69,19 +70,9 @@ def diff_scans(old: ScanResult, new: ScanResult) -> ScanDiff:
         new=_side(new),
         warnings=list(_warnings(old, new)),
         runs=[
-            RunPair(
-                run=label(known),
-                old_status=effective_status(was, old.runs) if was else None,
-                new_status=effective_status(is_now, new.runs) if is_now else None,
-                old_error=was.distance if was and was.training is None else None,
-                new_error=is_now.distance if is_now and is_now.training is None else None,
-                old_time=speed(was, old.runs).time if was else None,
-                new_time=speed(is_now, new.runs).time if is_now else None,
-                old_memory=memory_ratio(was, old.runs) if was else None,
-                new_memory=memory_ratio(is_now, new.runs) if is_now else None,
-            )
+            RunPair(run=label(run), **_figures("old", was, old), **_figures("new", is_now, new))
             for was, is_now in pairs
-            if (known := is_now or was)
+            if (run := is_now or was)
         ],
         changes=changes,
         regressions=sum(change.direction == "worse" for change in changes),
@@ -89,15 +80,27 @@ def diff_scans(old: ScanResult, new: ScanResult) -> ScanDiff:
     )
 
 
+def _figures(which: str, run: Run | None, result: ScanResult) -> dict[str, Any]:
+    """The fields of a :class:`RunPair` for the ``old`` or ``new`` run; none if a scan lacks it."""
+    if run is None:
+        return {}
+    figures: dict[str, Any] = {
+        "status": effective_status(run, result.runs),
+        "time": speed(run, result.runs).time,
+        "memory": memory_ratio(run, result.runs),
+    }
+    if run.training is None:
+        figures["error"] = run.distance
+    return {f"{which}_{name}": value for name, value in figures.items()}
+
+
 def _by_key(result: ScanResult) -> dict[tuple[RunKey, str | None, int], Run]:
-    """Runs by precision, backend, memory format, and the base of a plan: the device may differ.
-    Runs that share them are numbered.
-    """
-    found: dict[tuple[RunKey, str | None, int], Run] = {}
+    """Runs by key without device, by base of a plan, and by number among those with the same."""
+    runs: dict[tuple[RunKey, str | None, int], Run] = {}
     for run in result.runs:
         key = run.key._replace(device=""), run.base
-        found[(*key, sum(known[:2] == key for known in found))] = run
-    return found
+        runs[(*key, sum(other[:2] == key for other in runs))] = run
+    return runs
 
 
 def _side(result: ScanResult) -> DiffSide:
@@ -121,16 +124,15 @@ def _only_one(before: Run | None, after: Run | None, old: ScanResult, new: ScanR
         status = effective_status(after, new.runs)
         yield ScanChange(kind="run", direction="other", run=label(after), what="not in the old scan", new=status)
     elif before is not None:
-        planned, asked = before.base is not None, _was_asked(before, new)
-        plan = ": the plan is another one" if new.plan is not None else ": no plan was made"
-        if planned:
-            why = plan
-        elif asked:
-            why = ""
-        else:
+        status, asked, why = effective_status(before, old.runs), _was_asked(before, new), ""
+        if before.base is not None and new.plan is not None:
+            why = ": the plan is another one"
+        elif before.base is not None:
+            why = ": no plan was made"
+        elif not asked:
             why = ": not requested"
-        status = effective_status(before, old.runs)
-        direction: Direction = "worse" if status == "ok" and asked and not planned else "other"
+        is_lost = status == "ok" and asked and before.base is None
+        direction: Direction = "worse" if is_lost else "other"
         what = f"missing from the new scan{why}"
         yield ScanChange(kind="run", direction=direction, run=label(before), what=what, old=status)
 
@@ -147,14 +149,16 @@ def _changes(before: Run, after: Run, old: ScanResult, new: ScanResult) -> Itera
     if before.status == after.status == "ok" and "unjudged" not in (was, is_now):
         yield from _elsewhere(before, after)
     elif was != is_now:
+        directions: dict[int, Direction] = {1: "worse", 0: "other", -1: "better"}
         worse = look(is_now).rank - look(was).rank
-        direction: Direction = "worse" if worse > 0 else "better" if worse < 0 else "other"
+        direction = directions[(worse > 0) - (worse < 0)]
         fails = why_not(after, new.runs)
         what = fails.sentence.text if fails else "passes now"
         yield ScanChange(kind="status", direction=direction, run=label(after), what=what, old=was, new=is_now)
+    # another exception without another gap: the model fails otherwise
     gaps = list(_gaps(before, after))
     yield from gaps
-    raised = [without_numbers(run.exception.text) if run.exception is not None else "" for run in (before, after)]
+    raised = [run.exception and without_numbers(run.exception.text) for run in (before, after)]
     if was == is_now == "error" and raised[0] != raised[1] and not gaps:
         reasons = [
             fails.sentence.text
@@ -162,6 +166,7 @@ def _changes(before: Run, after: Run, old: ScanResult, new: ScanResult) -> Itera
             if (fails := why_not(run, runs))
         ]
         yield ScanChange(kind="status", direction="other", run=label(after), what="; before: ".join(reasons))
+    # errors are of the same output
     same_output = before.compared_module == after.compared_module and before.output_is_zero == after.output_is_zero
     same_output = same_output and before.training is after.training is None  # else it is that of the first step
     if before.distance is not None and after.distance is not None and not after.is_reference and same_output:
@@ -171,10 +176,12 @@ def _changes(before: Run, after: Run, old: ScanResult, new: ScanResult) -> Itera
             yield _moved("error", after, ratio, what, error_text(before) or "", error_text(after) or "")
     yield from _training(before, after)
     yield from _speed(before, after, old, new)
+    # memory of the same kind, relative to fp32
     of_fp32, now_of_fp32 = memory_ratio(before, old.runs), memory_ratio(after, new.runs)
     of_processes = [run.process_memory_bytes is not None for run in (before, after)]  # an older file counts tensors
     if of_fp32 and now_of_fp32 and not after.is_reference and of_processes[0] == of_processes[1]:
-        ratio, factor = now_of_fp32 / of_fp32, PROCESS_FACTOR if of_processes[0] else MEMORY_FACTOR
+        ratio = now_of_fp32 / of_fp32
+        factor = PROCESS_FACTOR if of_processes[0] else MEMORY_FACTOR
         if not 1 / factor <= ratio <= factor:
             what = _compared("the peak memory is {times:times}", ratio, "as large as before", "smaller than before")
             shares = f"{percent(of_fp32)} of fp32's", f"{percent(now_of_fp32)} of fp32's"
@@ -193,25 +200,24 @@ def _training(before: Run, after: Run) -> Iterator[ScanChange]:
             near = "nearer to those of fp32 than before"
             what = _compared("the weights end {times:times}", is_at / far, "as far from those of fp32 as before", near)
             yield _moved("error", after, is_at / far, what, f"{far:.1e}", f"{is_at:.1e}")
-    lost, loses = (way.lost_updates if way is not None else None for way in (was, is_now))
+    lost, loses = (None if way is None else way.lost_updates for way in (was, is_now))
     direction: Direction
     if lost is not None and loses is not None and abs(loses - lost) >= LOST:
+        direction, how = "better", "fewer"
         if loses > lost:
-            direction, how = ("worse", "more")
-        else:
-            direction, how = ("better", "fewer")
+            direction, how = "worse", "more"
         what, shares = f"rounding loses {how} updates of weights", (percent(lost), percent(loses))
         yield ScanChange(kind="error", direction=direction, run=label(after), what=what, old=shares[0], new=shares[1])
+    # the first way is what the status of the run says; a trap is never advised
     for way in after.training.ways:
-        known, is_other = before.training.way(way.name), way is not is_now and not way.declared.is_trap
-        if known is not None and is_other and (known.status == "ok") != (way.status == "ok"):
+        earlier, is_other = before.training.way(way.name), way is not is_now and not way.declared.is_trap
+        if earlier is not None and is_other and (earlier.status == "ok") != (way.status == "ok"):
+            direction, how = "worse", "passes no longer"
             if way.status == "ok":
-                direction, how = ("better", "passes now")
-            else:
-                direction, how = ("worse", "passes no longer")
-            what, ended = f"{way.declared.words}: {how}", way.status
+                direction, how = "better", "passes now"
+            what, sides = f"{way.declared.words}: {how}", (earlier.status, way.status)
             yield ScanChange(
-                kind="status", direction=direction, run=label(after), what=what, old=known.status, new=ended
+                kind="status", direction=direction, run=label(after), what=what, old=sides[0], new=sides[1]
             )
 
 
@@ -220,17 +226,24 @@ def _elsewhere(before: Run, after: Run) -> Iterator[ScanChange]:
     failed, fails = passes_but(before), passes_but(after)
     if (failed is None) == (fails is None):
         return
-    tried, tries = (run.further_inputs.tried if run.further_inputs is not None else 0 for run in (before, after))
+    tried, tries = _inputs_tried(before), _inputs_tried(after)
+    # more inputs find more failures: that alone is no change of the model
     direction: Direction = "other"
     if fails is not None and tried >= tries:
         direction = "worse"
     elif fails is None and tries >= tried:
         direction = "better"
-    was, is_now = (
-        why.text if why is not None else f"passes on {counted(number, 'further input')}" if number else "passes"
-        for why, number in ((failed, tried), (fails, tries))
-    )
-    yield ScanChange(kind="status", direction=direction, run=label(after), what=f"{is_now}; before: {was}")
+    sides = []
+    for why, number in ((fails, tries), (failed, tried)):
+        passes = f"passes on {counted(number, 'further input')}" if number else "passes"
+        sides.append(why.text if why is not None else passes)
+    yield ScanChange(kind="status", direction=direction, run=label(after), what="; before: ".join(sides))
+
+
+def _inputs_tried(run: Run) -> int:
+    if run.further_inputs is None:
+        return 0
+    return run.further_inputs.tried
 
 
 def _gaps(before: Run, after: Run) -> Iterator[ScanChange]:
@@ -239,7 +252,9 @@ def _gaps(before: Run, after: Run) -> Iterator[ScanChange]:
         {(gap.op, gap.kind, gap.phase, stable_path(gap.module), file_of(gap.source)): gap for gap in failing_gaps(run)}
         for run in (before, after)
     )
-    new: tuple[Direction, str] = ("worse", "new") if was_checked(before) else ("other", "not checked before")
+    new: tuple[Direction, str] = ("other", "not checked before")
+    if was_checked(before):
+        new = ("worse", "new")
     yield from _gap_changes(after, [gap for place, gap in is_now.items() if place not in was], *new)
     if was_checked(after):
         yield from _gap_changes(before, [gap for place, gap in was.items() if place not in is_now], "better", "fixed")
@@ -251,20 +266,18 @@ def _gap_changes(run: Run, gaps: list[Gap], direction: Direction, state: str) ->
         by_op.setdefault((gap.op, gap.kind), []).append(gap)
     for (op, kind), places in by_op.items():
         first, fails = places[0], "{kind:text}: {op:op} in {module:module}"
-        what = chained(
-            say(fails, kind=f"{kind} ({state})", op=op, module=first.module or ""),
-            plain(f"at {first.source}") if first.source else None,
-            say("and {more:count more place}", more=len(places) - 1) if len(places) > 1 else None,
-            between=" ",
-        )
+        parts = [say(fails, kind=f"{kind} ({state})", op=op, module=first.module or "")]
+        if first.source:
+            parts.append(plain(f"at {first.source}"))
+        if len(places) > 1:
+            parts.append(say("and {more:count more place}", more=len(places) - 1))
+        what = chained(*parts, between=" ")
         yield ScanChange(kind="gap", direction=direction, run=label(run), what=what.text)
 
 
 def _speed(before: Run, after: Run, old: ScanResult, new: ScanResult) -> Iterator[ScanChange]:
-    """Slower only if the time relative to fp32 is, beyond what is noise in both scans, and on the
-    same machine the absolute time too: a busy machine changes the absolute time, a faster fp32 the
-    relative one.
-    """
+    """Slower only if the time relative to fp32 is, and on the same machine the absolute time too."""
+    # a busy machine changes the absolute time, a faster fp32 the relative one
     was, is_now = before.latency_ms, after.latency_ms
     # With --times off nobody asked for times, and those that are there were not taken beside fp32's.
     is_off = "off" in (old.options.get("times"), new.options.get("times"))
@@ -304,25 +317,23 @@ def _recommendation(old: ScanResult, new: ScanResult) -> Iterator[ScanChange]:
     if was != is_now:
         best = old.recommendation
         untried = best is not None and not _was_asked(best, new)
-        lost: Direction = "other" if untried else "worse"
-        yield ScanChange(
-            kind="recommendation",
-            direction=lost if is_now is None else "better" if was is None else "other",
-            run="",
-            what="the recommendation changed" + (": the new scan did not run the old one" if untried else ""),
-            old=was or "none",
-            new=is_now or "none",
-        )
+        direction: Direction = "other"
+        if is_now is None and not untried:
+            direction = "worse"
+        elif was is None:
+            direction = "better"
+        what = f"the recommendation changed{fill(': the new scan did not run the old one', untried)}"
+        sides = was or "none", is_now or "none"
+        yield ScanChange(kind="recommendation", direction=direction, run="", what=what, old=sides[0], new=sides[1])
 
 
 def _recommended(result: ScanResult) -> str | None:
     advice = result.recommendation
     if advice is None:
         return None
-    kept = ""
+    name = advice.label + way_text(advice.way)
     if advice.keep_fp32:
-        kept = f" with {in_fp32(advice.keep_fp32, result.model.modules, result.plan)}"
-    name = advice.label + way_text(advice.way) + kept
+        name += f" with {in_fp32(advice.keep_fp32, result.model.modules, result.plan)}"
     if advice.stay_in_fp32:
         return f"fp32 (rather than {name})"
     return name
@@ -351,6 +362,7 @@ def _warnings(old: ScanResult, new: ScanResult) -> Iterator[str]:
     for title, before, after in (("", old.environment, new.environment), ("option ", old.options, new.options)):
         for key in sorted((before.keys() | after.keys()) - {OPTION, WITH_BASELINE}):
             was, is_now = (options.get(key, _DEFAULTS.get(key)) for options in (before, after))
+            # the order in which options were given does not matter
             unordered = [sorted(value) if isinstance(value, list) else value for value in (was, is_now)]
             if unordered[0] != unordered[1]:
                 yield f"{title}{key}: {_shown(was)} → {_shown(is_now)}"
@@ -365,8 +377,8 @@ def _evidence(result: ScanResult) -> str:
 
 
 def _shown(value: Any) -> str:
+    if value in (None, [], ""):
+        return "–"
     if isinstance(value, list):
-        text = ", ".join(map(str, value))
-    else:
-        text = str(value)
-    return text if value not in (None, [], "") else "–"
+        return ", ".join(map(str, value))
+    return str(value)

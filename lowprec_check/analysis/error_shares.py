@@ -70,13 +70,13 @@ def is_trusted(budget: ErrorBudget) -> bool:
 
 def trusted_budget(run: Run) -> ErrorBudget | None:
     """The budget of ``run``, if it names causes."""
-    return run.budget if run.budget is not None and is_trusted(run.budget) else None
+    if run.budget is None or not is_trusted(run.budget):
+        return None
+    return run.budget
 
 
 def place_shares(run: Run) -> dict[Place, Share]:
-    """The share of each op where it ran, without the rounding of its results where they leave its
-    module: those of a module add up to its share in :func:`module_shares`.
-    """
+    """Shares of ops that add up to :func:`module_shares`: without :func:`leaving_shares`."""
     totals: dict[Place, float] = {}
     counts: dict[Place, int] = {}
     calls = run.op_calls
@@ -90,8 +90,7 @@ def place_shares(run: Run) -> dict[Place, Share]:
         (module, op, source): Share(module=module, op=op, source=source, share=total, calls=counts[module, op, source])
         for (module, op, source), total in totals.items()
     }
-    # shares of calls are listed for the modules that avoid them in fp32, which need not be their
-    # own
+    # shares of calls are listed for the modules that avoid them in fp32, which may be others
     has_calls = bool(found)
     for listed in run.budget.shares if run.budget else ():
         if not listed.rounding and (listed.op == CAST_INPUT or not has_calls):
@@ -101,12 +100,12 @@ def place_shares(run: Run) -> dict[Place, Share]:
 
 def leaving_shares(run: Run) -> dict[Place, float]:
     """The share of rounding results where they leave their module: part of :data:`BETWEEN`."""
-    found: dict[Place, float] = {}
+    shares: dict[Place, float] = {}
     calls = run.op_calls
     for module, op, source, leaving in zip(calls.module, calls.op, calls.source, calls.leaving, strict=True):
         if leaving is not None:
-            found[module, op, source] = found.get((module, op, source), 0.0) + leaving
-    return found
+            shares[module, op, source] = shares.get((module, op, source), 0.0) + leaving
+    return shares
 
 
 def share_sentence(own: float, leaving: float) -> Sentence:
@@ -150,82 +149,85 @@ def main_causes(run: Run, most: int) -> list[PartShare]:
     add up.
     """
     budget, chosen = run.budget or ErrorBudget(), list[PartShare]()
-    tried = {its.module: its for its in budget.modules}
+    tried = {module.module: module for module in budget.modules}
     for part, worth in _ranked(run, tried)[:most]:
-        known, total = tried.get(part.name), math.fsum(other.share for other in chosen)
-        measured = known.measured if known is not None else None
+        trial, total = tried.get(part.name), math.fsum(other.share for other in chosen)
+        measured = trial.measured if trial is not None else None
+        # a derived share must be more than chance
         least = MATTERS
         if measured is None:
             least = max(MATTERS, CHANCE * budget.spread)
         if worth < least or any(is_inside(part.name, other.name) for other in chosen):
             continue
+        # an older file does not say which modules were called
         if run.called_modules:
             is_module = part.name in run.called_modules
         else:
             is_module = part.name not in ("", BETWEEN)
         if not is_module:  # no submodule in fp32 avoids it
-            chosen.append(part._replace(share=min(part.share, max(0.0, 1.0 - total)) if total else part.share))
+            share = min(part.share, max(0.0, 1.0 - total)) if total else part.share
+            chosen.append(part._replace(share=share))
             continue
-        inside = math.fsum(share.share for share in budget.shares if is_inside(share.module, part.name))
-        if known is not None:
-            inside = min(inside, known.share)
-        if known is None:
-            whole = inside
-        elif measured is None:
-            whole = known.share
-        else:
+        # what goes with the module: by the shares inside it, by its trial, or measured
+        whole = inside = math.fsum(share.share for share in budget.shares if is_inside(share.module, part.name))
+        if trial is not None:
+            inside, whole = min(inside, trial.share), trial.share
+        if measured is not None:
             whole = measured
+        # around modules that were named before, only the rest counts
         within = [other for other in chosen if is_inside(other.name, part.name)]
         if within:
             rest = (inside if measured is None else measured) - math.fsum(other.share for other in within)
             if rest >= least:
                 chosen.append(part._replace(name=f"the rest of {part.name}", share=rest))
             continue
-        found = part._replace(share=whole, is_measured=measured is not None)
+        cause = part._replace(share=whole, is_measured=measured is not None)
+        # beside others, what goes with this module and not with those
         if chosen:
             alone = whole
-            if known is not None and known.share > inside + MATTERS:
-                alone = whole * inside / known.share
+            if trial is not None and trial.share > inside + MATTERS:
+                alone = whole * inside / trial.share
             alone = min(alone, 1.0 - total)
             if alone < whole - MATTERS:
-                found = found._replace(share=alone, by_itself=whole)
-        if found.share >= least:
-            chosen.append(found)
+                cause = cause._replace(share=alone, by_itself=whole)
+        if cause.share >= least:
+            chosen.append(cause)
     return sorted(chosen, key=lambda part: -part.share)
 
 
 def _ranked(run: Run, tried: Mapping[str, ModuleShare]) -> list[tuple[PartShare, float]]:
-    """The modules with ops of their own, and what is to be gained at each, the most first: a share
-    without that of submodules, unless a plain run has shown another, or that less than half of it
-    goes with the submodules, each alone, since their errors cancel.
-    """
+    """The modules with ops of their own, and what is to be gained at each, the most first."""
     parts = {part.name: part for part in module_shares(run)}
     for module in dict.fromkeys(run.op_calls.module):
-        its = tried.get(module)
-        if its is not None and its.measured is not None and its.measured >= MATTERS and module not in parts:
+        trial = tried.get(module)
+        if trial is not None and trial.measured is not None and trial.measured >= MATTERS and module not in parts:
             inside = [place for place in place_shares(run).values() if is_inside(place.module, module)]
             if inside:
                 largest = max(inside, key=lambda place: place.share)
                 parts[module] = PartShare(module, 0.0, largest, sum(place.calls for place in inside))
 
     def worth(part: PartShare) -> float:
-        its = tried.get(part.name)
-        if its is None or its.measured is None:
+        """A share without submodules, or what a plain run has shown."""
+        trial = tried.get(part.name)
+        if trial is None or trial.measured is None:
             return part.share
         others = _outermost(name for name in parts if name != part.name and is_inside(name, part.name))
         if not others:
-            return its.measured
+            return trial.measured
+        # where the errors of submodules cancel, less than half goes with each alone
         alone = (tried[name].told if name in tried else parts[name].share for name in others)
-        together = its.measured - math.fsum(max(0.0, share) for share in alone)
+        together = trial.measured - math.fsum(max(0.0, share) for share in alone)
         holds_all = all(is_inside(module, part.name) for module in run.op_calls.module)
-        if together > its.measured / 2 and not holds_all:
+        if together > trial.measured / 2 and not holds_all:
             return together
-        return min(part.share, its.measured)
+        return min(part.share, trial.measured)
 
     def order(each: tuple[PartShare, float]) -> tuple[float, float]:
         """Of several that avoid all of it, each alone, the one whose own ops have the most."""
         part, gain = each
-        return (-1.0 if gain > 1.0 - MATTERS else -gain, -part.share)
+        if gain > 1.0 - MATTERS:
+            gain = 1.0
+        return -gain, -part.share
 
     return sorted(((part, worth(part)) for part in parts.values()), key=order)
 
@@ -233,12 +235,13 @@ def _ranked(run: Run, tried: Mapping[str, ModuleShare]) -> list[tuple[PartShare,
 def cancelling(run: Run) -> str | None:
     """The module that cancels most of the others' error, clearly; ``None`` if there is none."""
     budget = run.budget or ErrorBudget()
-    found = min(budget.modules, key=lambda its: its.told, default=None)
-    if found is None or found.measured is not None:
-        least = CANCELS
-    else:
+    lowest = min(budget.modules, key=lambda module: module.told, default=None)
+    if lowest is None:
+        return None
+    least = CANCELS
+    if lowest.measured is None:
         least = max(CANCELS, CHANCE * budget.spread)
-    return found.module if found is not None and found.told <= -least else None
+    return lowest.module if lowest.told <= -least else None
 
 
 # -- The modules that the analysis of a failing run blames, which an ablation then keeps in fp32, and whether that helped
@@ -278,10 +281,11 @@ def blamed_modules(run: Run) -> BlamedModules | None:
         share = math.fsum(part.share for part in budget.shares if any(is_inside(part.module, name) for name in modules))
         if share >= LEAST_SHARE:
             return BlamedModules(modules, "share", run.rel_l2 * math.sqrt(max(0.0, 1.0 - share)))
+    # without a budget: what spoils the output, then what range trials show, then the tolerance
     faulty = _outermost(row.module for row in run.op_calls.rows() if row.spoils_output)
-    known = tuple(path for path in faulty if path in run.called_modules)
-    if known:
-        return BlamedModules(known, "nonfinite", None)
+    called = tuple(path for path in faulty if path in run.called_modules)
+    if called:
+        return BlamedModules(called, "nonfinite", None)
     harmful = _outermost(trial.module for trial in harmful_trials(run) if trial.module in run.called_modules)
     if harmful:
         return BlamedModules(harmful, "range", None)
@@ -295,10 +299,10 @@ def _first_over_tolerance(run: Run) -> OpCall | None:
     """The first op call over the tolerance; ``None`` if the budget or an Inf or NaN explains it."""
     shares, leaving = place_shares(run), leaving_shares(run)
     rows = list(run.op_calls.rows())
-    known = (shares[row.place].share + leaving.get(row.place, 0.0) for row in rows if row.place in shares)
-    if any(row.spoils_output for row in rows) or (
-        trusted_budget(run) is not None and max(known, default=0.0) >= MATTERS
-    ):
+    if any(row.spoils_output for row in rows):
+        return None
+    sums = (shares[row.place].share + leaving.get(row.place, 0.0) for row in rows if row.place in shares)
+    if trusted_budget(run) is not None and max(sums, default=0.0) >= MATTERS:
         return None
     over = (row for row in rows if run.tolerance and (row.accumulated_error or 0.0) > run.tolerance)
     return next(over, None)
@@ -318,8 +322,10 @@ def _outermost(paths: Iterable[str]) -> tuple[str, ...]:
 
 def is_confirmed(run: Run) -> bool:
     """Whether fp32 for the blamed modules made the output finite, or at least halved its error."""
-    found, before = run.ablation, run.rel_l2
-    return found is not None and found.rel_l2 is not None and (before is None or found.rel_l2 <= before / 2)
+    ablation, before = run.ablation, run.rel_l2
+    if ablation is None or ablation.rel_l2 is None:
+        return False
+    return before is None or ablation.rel_l2 <= before / 2
 
 
 def is_disproved(run: Run) -> bool:
@@ -328,11 +334,12 @@ def is_disproved(run: Run) -> bool:
 
     Not of a run that passes then: a little was enough.
     """
-    found, before = run.ablation, run.rel_l2
-    if found is None or found.status == "ok" or found.rel_l2 is None or before is None:
+    ablation, before = run.ablation, run.rel_l2
+    if ablation is None or ablation.status == "ok" or ablation.rel_l2 is None or before is None:
         return False
-    is_of_another = error_beside(run) >= UNCHANGED * found.rel_l2
-    return found.rel_l2 >= UNCHANGED * before and not is_of_another
+    # the error that is left may be that of a tensor which the budget is not about
+    is_of_another = error_beside(run) >= UNCHANGED * ablation.rel_l2
+    return ablation.rel_l2 >= UNCHANGED * before and not is_of_another
 
 
 def error_beside(run: Run) -> float:

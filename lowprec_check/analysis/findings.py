@@ -8,7 +8,7 @@ from typing import NamedTuple
 from lowprec_check.schema.findings import Diagnostic, Severity
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import qualified
-from lowprec_check.schema.statements import counted, joined, module_name, some, words
+from lowprec_check.schema.statements import agree, counted, fill, joined, module_name, some, words
 
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 """The most severe first."""
@@ -35,9 +35,7 @@ class Message(NamedTuple):
     @property
     def full(self) -> str:
         """``message → what to do``."""
-        if self.help:
-            return f"{self.text} → {self.help}"
-        return self.text
+        return f"{self.text}{fill(' → {}', self.help)}"
 
 
 class FindingPlace(NamedTuple):
@@ -50,10 +48,9 @@ class FindingPlace(NamedTuple):
     @property
     def text(self) -> str:
         """``blocks.0.mlp, net.py:42``."""
-        module = None
-        if self.module is not None:
-            module = module_name(self.module)
-        return ", ".join(part for part in (module, self.source) if part)
+        if self.module is None:
+            return self.source or ""
+        return ", ".join(filter(None, (module_name(self.module), self.source)))
 
 
 class FindingGroup(NamedTuple):
@@ -86,18 +83,16 @@ class FindingGroup(NamedTuple):
     @property
     def where(self) -> str:
         """``blocks.0.mlp, net.py:42 and 3 more places``; empty if they are about no place."""
-        more = ""
         if len(self.places) > 1:
-            more = f" and {counted(len(self.places) - 1, 'more place')}"
-        if self.places:
-            return f"{self.places[0].text}{more}"
-        return ""
+            return f"{self.places[0].text} and {counted(len(self.places) - 1, 'more place')}"
+        return "".join(place.text for place in self.places)
 
     @property
     def what(self) -> str:
         """The messages with their advice; advice that is the same for all is at the end."""
-        alike, advice = len({its.help for its in self.messages}) == 1, self.messages[0].help
-        return self._said(with_advice=not alike) + (f" → {advice}" if alike and advice else "")
+        if len({message.help for message in self.messages}) > 1:
+            return self._said(with_advice=True)
+        return self._said(with_advice=False) + fill(" → {}", self.messages[0].help)
 
     @property
     def said(self) -> str:
@@ -106,16 +101,15 @@ class FindingGroup(NamedTuple):
 
     def _said(self, *, with_advice: bool) -> str:
         """The messages, each with its runs, or with its modules where the runs are the same."""
-        same = len({tuple(its.runs) for its in self.messages}) == 1
+        same = len({tuple(message.runs) for message in self.messages}) == 1
         said = []
-        for its in self.messages:
-            modules = list(dict.fromkeys(module_name(d.module) for d in its.found if d.module is not None))
-            if same:
-                about = some(modules)
-            else:
-                about = ", ".join(its.runs)
-            text = its.full if with_advice else its.text
-            said.append(f"{about}: {text}" if about and len(self.messages) > 1 else text)
+        for message in self.messages:
+            modules = dict.fromkeys(module_name(d.module) for d in message.found if d.module is not None)
+            about = some(list(modules)) if same else ", ".join(message.runs)
+            text = message.full if with_advice else message.text
+            if len(self.messages) > 1:
+                text = f"{fill('{}: ', about)}{text}"
+            said.append(text)
         return "; ".join([*(text.rstrip(".") for text in said[:-1]), *said[-1:]])
 
 
@@ -130,9 +124,10 @@ def groups(diagnostics: Iterable[Diagnostic]) -> list[FindingGroup]:
 
 def rank(group: FindingGroup) -> tuple[object, ...]:
     """Choices that cause most of the error first; then severity, effect on the output, code."""
+    # an effect whose share is not known may be all of it
     share = 1.0 if group.share is None else group.share
     decides = group.code == CHOICES and group.matters and share >= MOST
-    return not decides, SEVERITIES.index(group.severity), -share if group.matters else 0.0, group.code
+    return not decides, SEVERITIES.index(group.severity), -share * group.matters, group.code
 
 
 def group_of(members: Sequence[Diagnostic]) -> FindingGroup:
@@ -141,8 +136,9 @@ def group_of(members: Sequence[Diagnostic]) -> FindingGroup:
     first = members[0]
 
     def short(precision: str, d: Diagnostic) -> str:
-        known = PRECISIONS.find(precision)
-        return qualified(known.short if known else precision, d.backend, d.memory_format)
+        registered = PRECISIONS.find(precision)
+        name = registered.short if registered else precision
+        return qualified(name, d.backend, d.memory_format)
 
     said: dict[object, list[Diagnostic]] = {}  # by words, advice and severity: one message for all that share these
     places: dict[tuple[str | None, str | None], list[Diagnostic]] = {}
@@ -157,16 +153,7 @@ def group_of(members: Sequence[Diagnostic]) -> FindingGroup:
         op=first.op,
         runs=_runs(members),
         short_runs=list(dict.fromkeys(short(d.precision, d) for d in members if d.precision)),
-        messages=[
-            Message(
-                _runs(its),
-                joined([d.sentence for d in its]),
-                joined([d.advice for d in its if d.advice]) if its[0].advice else None,
-                its[0].severity,
-                its,
-            )
-            for its in said.values()
-        ],
+        messages=list(map(_message, said.values())),
         places=[FindingPlace(module, source, _runs(found)) for (module, source), found in places.items()],
         harmless=all(map(is_harmless, members)),
         matters=any(d.matters for d in members),
@@ -175,6 +162,14 @@ def group_of(members: Sequence[Diagnostic]) -> FindingGroup:
         size=len(members),
         calls=sum(d.calls for d in members),
     )
+
+
+def _message(found: Sequence[Diagnostic]) -> Message:
+    """The message of findings with the same words, in which figures may differ."""
+    advice = None
+    if found[0].advice:
+        advice = joined([d.advice for d in found if d.advice])
+    return Message(_runs(found), joined([d.sentence for d in found]), advice, found[0].severity, found)
 
 
 def _runs(members: Iterable[Diagnostic]) -> list[str]:
@@ -190,7 +185,7 @@ def no_effect(found: Sequence[FindingGroup]) -> str:
     """``24 of them make no run fail``; empty if that is not known of any."""
     count = sum(group.size for group in found if group.harmless)
     if count:
-        return f"{count:,} of them {'makes' if count == 1 else 'make'} no run fail"
+        return f"{count:,} of them {agree(count, 'makes', 'make')} no run fail"
     return ""
 
 
@@ -200,10 +195,11 @@ def folded(found: Iterable[FindingGroup]) -> str:
     for group in found:
         codes.setdefault(f"{group.code} {group.name}", []).append(group)
     lines = []
-    for name, its in codes.items():
-        runs = ", ".join(dict.fromkeys(run for group in its for run in group.short_runs))
-        count = sum(group.size for group in its)
-        lines.append(name + (f" ({runs})" if runs else "") + (f" ×{count}" if count > 1 else ""))
+    for name, members in codes.items():
+        runs = ", ".join(dict.fromkeys(run for group in members for run in group.short_runs))
+        count = sum(group.size for group in members)
+        times = f" ×{count}" if count > 1 else ""
+        lines.append(f"{name}{fill(' ({})', runs)}{times}")
     return ", ".join(lines)
 
 
@@ -211,9 +207,6 @@ def tally(diagnostics: Sequence[Diagnostic]) -> str:
     """``12 findings: 8 errors, 4 notes``; those that the baseline accepts are counted apart."""
     reported = [d for d in diagnostics if not d.accepted]
     counts = [(severity, sum(d.severity == severity for d in reported)) for severity in SEVERITIES]
-    shown = ", ".join(counted(number, severity) for severity, number in counts if number)
-    text = counted(len(reported), "finding") + (f": {shown}" if shown else "")
-    accepted = len(diagnostics) - len(reported)
-    if accepted:
-        return f"{text} · {accepted:,} accepted by the baseline"
-    return text
+    by_severity = ", ".join(counted(number, severity) for severity, number in counts if number)
+    accepted = fill(" · {:,} accepted by the baseline", len(diagnostics) - len(reported))
+    return f"{counted(len(reported), 'finding')}{fill(': {}', by_severity)}{accepted}"

@@ -94,11 +94,9 @@ class Trials:
             if verdict.passes and self.first_pass is None:
                 self.first_pass = self.count
             if verdict.passes and verdict.any_low:
-                if self.best is None:
-                    found = [normalized]
-                else:
-                    found = [self.best, normalized]
-                self.best = min(found, key=lambda keep: (len(self.tree.leaves(keep)), len(keep)))
+                # of equals the first: () is never the best, as it does not pass
+                passed = [*filter(None, [self.best]), normalized]
+                self.best = min(passed, key=lambda keep: (len(self.tree.leaves(keep)), len(keep)))
         return self.verdicts[normalized].passes
 
     def verdict(self, keep: Iterable[str]) -> Verdict:
@@ -161,14 +159,15 @@ class _Search:
                     return self._stopped()
             if keep is None:
                 return SearchResult(None, False, failed_alone=tuple(self.failed_alone))
+            # children may return where their container could not, until nothing changes
             while True:
                 smaller = self._refine(self._smaller(keep))
                 if self.tree.normalized(smaller) == self.tree.normalized(keep):
                     break
                 keep = smaller
-            found = self.tree.normalized(keep)
-            untried = self._untried(found)
-            return SearchResult(found, not untried, tuple(untried))
+            smallest = self.tree.normalized(keep)
+            untried = self._untried(smallest)
+            return SearchResult(smallest, not untried, tuple(untried))
         except LimitReachedError:
             return self._stopped()
 
@@ -191,13 +190,13 @@ class _Search:
             return None
         keep: list[str] = []
         for number in range(ROUNDS):
-            known = set(keep)
-            new = self._new_certain(suspects, known)
+            kept = set(keep)
+            new = self._new_certain(suspects, kept)
             if not new:
                 break
             if number:  # if two of a stack fail one after the other, their counterparts will
                 roles = {self.tree.role(path) for path in new}
-                new = [path for path in self.tree.types if self.tree.role(path) in roles and path not in known]
+                new = [path for path in self.tree.types if self.tree.role(path) in roles and path not in kept]
             keep += new
             if self.passes(keep):
                 self._rank(keep, suspects)
@@ -205,16 +204,17 @@ class _Search:
             self.trials.count_run()
             suspects = self.explain(self.tree.normalized(keep))
         self._rank(keep, suspects)
-        found = self._passing_by_prediction(keep, suspects)
-        if found is not None:
-            return found
+        predicted = self._passing_by_prediction(keep, suspects)
+        if predicted is not None:
+            return predicted
+        # without a prediction that holds: ever more suspects, at last all modules
         for candidates in self._growing(keep, suspects):
             if self.passes(candidates):
                 return candidates
         return everything if self.passes(everything) else None
 
-    def _new_certain(self, suspects: Suspects, known: Collection[str]) -> list[str]:
-        new = [path for path in suspects.certain if path in self.tree.types and path not in known]
+    def _new_certain(self, suspects: Suspects, kept: Collection[str]) -> list[str]:
+        new = [path for path in suspects.certain if path in self.tree.types and path not in kept]
         self.certain.update(new)
         return new
 
@@ -242,10 +242,12 @@ class _Search:
                 if self.passes(keep):
                     self._settle(keep)
                     return list(keep)
+                # a failure that is near the prediction corrects its scale
                 predicted, error = prediction.error(keep), self.trials.verdict(keep).error
                 if error is not None and predicted < error <= MISSED * predicted:
                     prediction.scale(predicted, error)
                     continue
+            # far off: first guess what the failures hid, then analyze another run
             if suspects.guess is not None and not self.guessed:
                 self.guessed = True
                 prediction.learn_causes(suspects.guess, kept)
@@ -255,7 +257,9 @@ class _Search:
             self.trials.count_run()
             suspects, analyzed = self.explain(keep), keep
             kept = self.tree.normalized([*keep, *self._new_certain(suspects, keep)])
-            causes = (suspects.guess if self.guessed else None) or suspects.causes
+            causes = suspects.causes
+            if self.guessed and suspects.guess is not None:
+                causes = suspects.guess
             if causes is not None:
                 prediction.learn_causes(causes, kept)
             elif kept == keep:
@@ -272,8 +276,7 @@ class _Search:
 
     def _growing(self, certain: list[str], suspects: Suspects) -> Iterator[list[str]]:
         """The certain ones plus the likeliest module, its counterparts, 2, 4, … groups, all."""
-        known = set(certain)
-        likely = (path for path in suspects.likely if path in self.tree.types and path not in known)
+        likely = (path for path in suspects.likely if path in self.tree.types and path not in certain)
         ordered = list(self.tree.by_role(likely).values())
         if not ordered:
             return
@@ -295,21 +298,23 @@ class _Search:
         inside = inside or self.tree.leaves(keep)
         candidates = [path for path in self.tree.types if path in inside]
         candidates.sort(key=lambda path: self.rank.get(path, len(self.rank)), reverse=True)
+        # one of each kind before the second of any
         by_role = itertools.zip_longest(*self.tree.by_role(candidates).values())
-        found, failed = None, 0
+        passed, failed = None, 0
         for path in filter(None, itertools.chain.from_iterable(by_role)):
-            others = self.tree.without(found or keep, path)
+            others = self.tree.without(passed or keep, path)
             if not self.tree.normalized(others):
                 continue  # the base itself
             if not self.passes(others):
                 failed += 1
-                self.failed_alone += [] if found else [path]
+                if not passed:
+                    self.failed_alone.append(path)
             elif self.trials.verdict(others).any_low:
-                found = others
+                passed = others
             if failed == most:
                 self.trials.stopped = f"after {failed} modules failed in low precision"
                 break
-        return found
+        return passed
 
     # -- shrinking: find what can return to low precision
 
@@ -318,13 +323,14 @@ class _Search:
         if self.prediction is None:
             return self._shrink(keep)
         items, most = list(self.tree.normalized(keep)), len(keep)
-        # what was guessed may be wrong for all counterparts in a stack: these return together,
-        # where that passes
-        for group in self.tree.by_role(items).values() if self.guessed else ():
+        # what was guessed may be wrong for all counterparts in a stack: these return together
+        for group in self.tree.by_role(items).values():
             smaller = [path for path in items if path not in group]
-            if smaller and len(group) > 1 and self.certain.isdisjoint(group) and self.passes(smaller):
+            can_return = self.guessed and len(group) > 1 and self.certain.isdisjoint(group)
+            if smaller and can_return and self.passes(smaller):
                 items = smaller
                 self._settle(items)
+        # as many at once as are predicted to pass; fewer after a failure
         while chunk := self._next_chunk(items, most):
             smaller = [path for path in items if path not in chunk]
             if self.passes(smaller):
@@ -366,8 +372,8 @@ class _Search:
         shares = {path: prediction.removed(path) if prediction is not None else 0.0 for path in items}
         alike = (keep for keep in self.trials.verdicts if len(keep) == len(all_kept) - 1)
         tried = {path for keep in alike if all_kept.issuperset(keep) for path in all_kept.difference(keep)}
-        found = [path for path in items if path not in tried]
-        return sorted(found, key=lambda path: (path in self.certain, shares[path]))
+        untried = [path for path in items if path not in tried]
+        return sorted(untried, key=lambda path: (path in self.certain, shares[path]))
 
     def _shrink(self, keep: Sequence[str], fixed: Sequence[str] = ()) -> list[str]:
         """Return halves, quarters, … of ``keep`` to low precision, the least suspect first, at last
@@ -387,14 +393,12 @@ class _Search:
                 end = start
             if size <= 1 and len(items) == before:
                 break
-            if len(items) == before:
-                rounds_without_change = rounds_without_change + 1
-            else:
+            rounds_without_change += 1
+            if len(items) != before:
                 rounds_without_change = 0
+            size = (size + 1) // 2
             if rounds_without_change >= 2 and before <= FEW:
                 size = 1
-            else:
-                size = (size + 1) // 2
         return items
 
     def _refine(self, keep: Sequence[str]) -> list[str]:

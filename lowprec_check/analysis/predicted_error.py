@@ -48,27 +48,28 @@ class ModuleTree:
 
     def leaves(self, keep: Iterable[str]) -> set[str]:
         """The modules inside ``keep`` that have no called module below them."""
-        found: set[str] = set()
+        leaves: set[str] = set()
         pending = list(keep)
         while pending:
             path = pending.pop()
             below = self.children(path)
             pending += below
             if not below:
-                found.add(path)
-        return found
+                leaves.add(path)
+        return leaves
 
     def without(self, keep: Iterable[str], module: str) -> list[str]:
         """``keep`` without ``module``; modules around it become their other children."""
-        found: list[str] = []
+        others: list[str] = []
         pending = list(keep)
         while pending:
             path = pending.pop()
+            # a container around it is replaced by its children
             if is_inside(module, path):
                 pending += (child for child in self.children(path) if child != module)
             else:
-                found.append(path)
-        return found
+                others.append(path)
+        return others
 
     def normalized(self, keep: Iterable[str]) -> Keep:
         """``keep`` without modules that are inside others of it, in the model's order."""
@@ -78,7 +79,7 @@ class ModuleTree:
 
     def around(self, path: str) -> str:
         """``path``, or the nearest called module above it; ``""`` if there is none."""
-        if path in self._order:
+        if not path or path in self._order:
             return path
         return self.parent(path)
 
@@ -122,7 +123,7 @@ class PredictedError:
         self._fixed = 0.0
         """The squared error that no set of modules removes."""
         for module, share in causes.shares.items():
-            path, part = self._tree.around(module) if module else "", share * causes.error**2
+            path, part = self._tree.around(module), share * causes.error**2
             if not path or module_around(path, around) is not None:
                 self._fixed += part
             else:
@@ -160,15 +161,15 @@ class PredictedError:
         """
         best, left = self._best_sets(kept), self._square(kept)
         lowest = left - best[-1].removed
-        if lowest <= goal**2:
-            wanted = goal**2
-        else:
+        wanted = goal**2
+        if not lowest <= wanted:  # no set reaches the goal: another analysis must say how to continue
             wanted = lowest + (left - lowest) / LARGEST_STEP
-        chosen = next(found for found in best if left - found.removed <= wanted or found is best[-1])
+        chosen = next(each for each in best if left - each.removed <= wanted or each is best[-1])
         return self._tree.normalized([*kept, *chosen.paths])
 
     def _best_sets(self, kept: Keep) -> list[_Set]:
         """The best set for each number of leaves, the empty one first (dynamic programming)."""
+        # leaves inside kept modules cost nothing more
         around, free = frozenset(kept), self._tree.leaves(kept)
         inside: dict[str, list[str]] = defaultdict(list)
         """The modules directly below that have a part, or something below them has."""
@@ -181,6 +182,7 @@ class PredictedError:
         def below(path: str) -> list[_Set]:
             best = [_Set(0, 0.0, ())]
             for child in inside.get(path, []):
+                # either the child as a whole, or a set below it
                 under = below(child)
                 removed = self._parts.get(child, 0.0) + under[-1].removed
                 whole = _Set(len(self._tree.leaves([child]) - free), removed, (child,))
@@ -207,7 +209,7 @@ class _Set(NamedTuple):
 def _undominated(sets: Iterable[_Set]) -> Iterator[_Set]:
     """Those that no other set equals or beats with as few leaves; of equals, the first."""
     most = -1.0
-    for found in sorted(sets, key=lambda found: (found.leaves, -found.removed)):
-        if found.removed > most:
-            most = found.removed
-            yield found
+    for each in sorted(sets, key=lambda each: (each.leaves, -each.removed)):
+        if each.removed > most:
+            most = each.removed
+            yield each

@@ -44,12 +44,13 @@ def recommend(
     A time decides where it can be told, or by the safe end of its interval, so that noise never
     wins:
 
-    1. With ``prefer="memory"``, those with the smallest peak; with ``"accuracy"``, the one with the smallest error.
-    2. Of these, none that is told to be slower than another, by their ratios to fp32 or in the same rounds, and none whose safe end, as fast as it is at least, is far below that of
-       another (:data:`~lowprec_check.analysis.speed.ALIKE`).
-    3. Among the rest, one that stays below :data:`~lowprec_check.analysis.run_summary.CLOSE` of its tolerance on every input.
-    4. Then by what does not depend on times as far as possible: the least set-up (eager, contiguous), less memory
-       than fp32, a dtype that the device accelerates, not slower than fp32, the smallest error, the order of the scan.
+    1. With ``prefer="memory"``, those with the smallest peak; with ``"accuracy"``, the one with the
+       smallest error.
+    2. Of these, none that is slower than another, by ratios to fp32 or in the same rounds, and none
+       whose safe end is far below that of another (:data:`~lowprec_check.analysis.speed.ALIKE`).
+    3. Of the rest, one below :data:`~lowprec_check.analysis.run_summary.CLOSE` on every input.
+    4. Then what depends least on times: the least set-up (eager, contiguous), less memory than
+       fp32, an accelerated dtype, not slower than fp32, the smallest error, the order of the scan.
 
     fp32 on another backend, or in another memory format, takes part if it is told to be faster than
     eager fp32, or if no lower precision was run; unless it is known to be faster or smaller, the
@@ -60,13 +61,13 @@ def recommend(
     every such cast: it runs these ops in fp32, and other inputs may need a kernel that the other
     dtype lacks.
 
-    ``environment`` is that of the scan, with the torch that the runs are about. The reason is left empty: it is said by
-    :func:`lowprec_check.analysis.statements.advice.basis`, of the whole result.
+    ``environment`` is that of the scan, with the torch that the runs are about. The reason is empty:
+    :func:`lowprec_check.analysis.statements.advice.basis` says it of the whole result.
     """
-    ways = candidates(runs)
-    if any(run.is_low for run in ways):
-        ways = [run for run in ways if run.is_low or speed(run, runs).told == "faster"]
-    passed = [run for run in ways if passes_all(run, runs)] or [run for run in ways if is_unjudged(run, runs)]
+    tried = candidates(runs)
+    if any(run.is_low for run in tried):
+        tried = [run for run in tried if run.is_low or speed(run, runs).told == "faster"]
+    passed = [run for run in tried if passes_all(run, runs)] or [run for run in tried if is_unjudged(run, runs)]
     if not passed:
         return None
     best = best_of(passed, runs, environment, prefer)
@@ -79,12 +80,16 @@ def recommendation_of(
     run: Run, runs: Sequence[Run], prefer: Prefer, code: str, *, way: str | None = None, is_timed: bool = True
 ) -> Recommendation:
     """Recommend ``run``, or a ``way`` to train, whose times it may not have (``is_timed``)."""
-    found, ratio = speed(run, runs), memory_ratio(run, runs)
-    worth = worth_of(run, runs) if is_timed else "unknown"
-    gains = [found.text()] if found.told == "faster" else []
-    if ratio is not None and _is_smaller(run, runs):
+    times, ratio, gains = speed(run, runs), memory_ratio(run, runs), []
+    worth: Worth = "unknown"
+    if is_timed:
+        worth = worth_of(run, runs)
+    if is_timed and times.told == "faster":
+        gains.append(times.text())
+    if is_timed and ratio is not None and _is_smaller(run, runs):
         gains.append(f"saves {1 - ratio:.0%} of the memory".replace("%", " %"))
-    is_slower = prefer == "speed" and found.told == "slower"
+    # whether fp32 is better in what is preferred
+    is_slower = prefer == "speed" and times.told == "slower"
     gains_nothing = worth == "nothing" or (worth == "unknown" and way is None and not run.is_low)
     loses = is_slower or gains_nothing or (prefer == "memory" and worth == "faster")
     passed = run.status == "ok" or way is not None
@@ -97,11 +102,11 @@ def recommendation_of(
         evidence=run.evidence,
         reason="",
         code=code,
-        speedup=found.told_ratio if is_timed else None,
+        speedup=times.told_ratio if is_timed else None,
         rel_l2=run.rel_l2,
         prefer=prefer,
         worth=worth,
-        gain=", ".join(gains) if is_timed else "",
+        gain=", ".join(gains),
         stay_in_fp32=is_timed and passed and loses,
     )
 
@@ -109,24 +114,27 @@ def recommendation_of(
 def worth_of(run: Run, runs: Sequence[Run]) -> Worth:
     """What a run gains over fp32."""
     told, smaller = speed(run, runs).told, _is_smaller(run, runs)
+    if told == "faster" and smaller:
+        return "faster and smaller"
     if told == "faster":
-        return "faster and smaller" if smaller else "faster"
+        return "faster"
     if smaller:
         return "smaller"
-    known = told == "slower" or (told == "same" and memory_ratio(run, runs) is not None) or changes_nothing(run)
-    return "nothing" if known else "unknown"
+    # without both figures, a gain may only not have been seen
+    is_measured = told == "slower" or (told == "same" and memory_ratio(run, runs) is not None)
+    return "nothing" if is_measured or changes_nothing(run) else "unknown"
 
 
 def changes_nothing(run: Run) -> bool:
-    """Whether autocast is seen to compute no op in 16 bits: none of the analyzed ops, which are
-    those of the first step of training. On further inputs, which are not analyzed, the output must
-    equal that of fp32.
-    """
+    """Whether autocast is seen to compute no op in 16 bits."""
     is_seen = run.evidence == "measured" and run.complete
     if not is_seen or not run.is_autocast or run.format is None:
         return False
-    tried = run.further_inputs.tried if run.further_inputs is not None else 0
-    if run.training is None and part_of_tolerance(run) and run.batch_count + tried > 1:
+    # further inputs are not analyzed: there the output must equal that of fp32
+    inputs = run.batch_count
+    if run.further_inputs is not None:
+        inputs += run.further_inputs.tried
+    if run.training is None and part_of_tolerance(run) and inputs > 1:
         return False
     ops = run.op_calls.dtypes
     return bool(ops) and not any(run.format.mark in dtypes for dtypes in ops)
@@ -147,6 +155,7 @@ def best_of(
     elif prefer == "accuracy":
         least = min(map(error_of, passed))
         passed = [run for run in passed if error_of(run) <= least]
+    # other inputs may need a kernel that another dtype lacks too
     elif any(missing_kernels(run) for run in runs if is_cast(run)):
         passed = [run for run in passed if not is_cast(run)] or passed
     passed = fastest(passed, runs)
@@ -170,21 +179,20 @@ def fastest(passed: Sequence[Run], runs: Sequence[Run]) -> list[Run]:
     """Those of ``passed`` that may be the fastest; all if none was timed."""
     labels = {run.key.label for run in passed}
     rivals = [run for run in passed if run.latency is None or labels.isdisjoint(run.latency.slower_than)] or passed
-    known = [(run, speed(run, runs)) for run in rivals]
+    speeds = [(run, speed(run, runs)) for run in rivals]
 
-    def is_slower(run: Run, mine: Speed, other: Run, its: Speed) -> bool:
+    def is_slower(run: Run, own: Speed, other: Run, others: Speed) -> bool:
         """Whether ``run`` is told to be slower than ``other``, or not told to be nearly as fast."""
-        found = [each.latency.speedup if each.latency is not None else None for each in (run, other)]
+        rounds, of_other = (each.latency.speedup if each.latency else None for each in (run, other))
+        # times of one kind of rounds compare best
         margin, slack = CLEAR, ALIKE
-        if found[0] is not None and found[1] is not None:
-            is_alike = found[0].one_core == found[1].one_core
-            if is_alike:
-                margin, slack = (TOLD, ALIKE)
-            else:
-                margin, slack = (ONE_CORE, ONE_CORE)
-        return is_faster(its, mine, margin) or mine.low < its.low / slack
+        if rounds is not None and of_other is not None:
+            margin = TOLD
+            if rounds.one_core != of_other.one_core:
+                margin, slack = ONE_CORE, ONE_CORE
+        return is_faster(others, own, margin) or own.low < others.low / slack
 
-    return [run for run, mine in known if not any(is_slower(run, mine, other, its) for other, its in known)]
+    return [run for run, own in speeds if not any(is_slower(run, own, *other) for other in speeds)]
 
 
 def _is_smaller(run: Run, runs: Sequence[Run]) -> bool:
@@ -199,8 +207,8 @@ def recommended_run(result: ScanResult) -> Run | None:
         return None
     wanted = (best.precision, best.backend, best.memory_format, best.keep_fp32)
     for run in candidates(result.runs):
-        its = (run.base or run.precision, run.backend, run.memory_format, run.keep_fp32)
-        if its == wanted and (run.status in ("ok", "unjudged") or passing_ways(run)):
+        choice = (run.base or run.precision, run.backend, run.memory_format, run.keep_fp32)
+        if choice == wanted and (run.status in ("ok", "unjudged") or passing_ways(run)):
             return run
     return None
 
@@ -227,10 +235,8 @@ def tag(run: Run, result: ScanResult) -> str:
     if best is None or not passes(result):
         return ""
     is_best = run is recommended_run(result)
-    if best.stay_in_fp32:
-        if run.is_reference:
-            return "recommended"
-        if is_best:
-            return "the alternative"
-        return ""
-    return "recommended" if is_best else ""
+    if best.stay_in_fp32 and run.is_reference:
+        return "recommended"
+    if is_best:
+        return "the alternative" if best.stay_in_fp32 else "recommended"
+    return ""

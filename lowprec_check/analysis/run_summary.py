@@ -14,7 +14,7 @@ from lowprec_check.schema.plan import Attempt
 from lowprec_check.schema.precisions import FP16, plan_bases
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE, qualified
 from lowprec_check.schema.scan_result import Run
-from lowprec_check.schema.statements import Sentence, say
+from lowprec_check.schema.statements import Sentence, fill, say
 from lowprec_check.schema.verdict import look
 
 _NO_KERNEL = ("missing-kernel", "unsupported-dtype", "no-backend-kernel", "crash")
@@ -22,10 +22,7 @@ _NO_KERNEL = ("missing-kernel", "unsupported-dtype", "no-backend-kernel", "crash
 
 def label(run: Run) -> str:
     """Name in reports: ``half``, ``plan (half)``, ``half · inductor``, ``half · predicted``."""
-    if run.base is None:
-        precision = run.precision
-    else:
-        precision = f"{run.precision} ({run.base})"
+    precision = f"{run.precision}{fill(' ({})', run.base)}"
     name = qualified(precision, run.backend, run.memory_format)
     if run.evidence == "measured":
         return name
@@ -85,15 +82,14 @@ def memory_ratio(run: Run, runs: Sequence[Run]) -> float | None:
     reference = reference_of(runs)
     if reference is None:
         return None
-    mine, fp32 = run.process_memory_bytes, reference.process_memory_bytes
-    if fp32:
-        if mine:
-            return max(mine, LEAST_MEMORY) / max(fp32, LEAST_MEMORY)
+    of_process, fp32 = run.process_memory_bytes, reference.process_memory_bytes
+    if fp32 and of_process:
+        return max(of_process, LEAST_MEMORY) / max(fp32, LEAST_MEMORY)
+    # without processes, tensors are compared; the peak of a backend with one is that of its process
+    if fp32 or (run.backend != EAGER and of_process is not None):
         return None
-    fp32 = reference.peak_memory_bytes
-    of_process = run.backend != EAGER and mine is not None  # its peak is that of its process
-    if run.peak_memory_bytes and fp32 and not of_process:
-        return run.peak_memory_bytes / fp32
+    if run.peak_memory_bytes and reference.peak_memory_bytes:
+        return run.peak_memory_bytes / reference.peak_memory_bytes
     return None
 
 
@@ -130,42 +126,45 @@ def effective_status(run: Run, runs: Sequence[Run]) -> str:
 
 def changed_by_backend(run: Run) -> list[str]:
     """The inputs and buffers whose values differ from those of eager mode after the same calls."""
-    return run.backend_check.changed if run.backend_check is not None else []
+    if run.backend_check is None:
+        return []
+    return run.backend_check.changed
 
 
 def blames_backend(run: Run, runs: Sequence[Run]) -> bool:
-    """Whether a failure of ``run`` is due to its backend: it is in fp32, or fp32 fails there too,
-    or eager mode passes in the same precision on the same inputs.
-    """
+    """Whether a failure of ``run`` is due to its backend, not to its precision."""
     if run.backend == EAGER or run.failed_input is not None:
         return run.backend != EAGER
     if not run.is_low or run.is_quantized:
         return not run.is_low
-    known = {its.key: its.status for its in runs}
-    in_eager_mode = known.get(run.key._replace(backend=EAGER)) or status_in_eager_mode(run)
-    return in_eager_mode == "ok" or look(known.get(run.key._replace(precision=REFERENCE), "ok")).tone == "bad"
+    # either eager mode passes in this precision, or fp32 fails on this backend too
+    statuses = {other.key: other.status for other in runs}
+    in_eager_mode = statuses.get(run.key._replace(backend=EAGER)) or status_in_eager_mode(run)
+    return in_eager_mode == "ok" or look(statuses.get(run.key._replace(precision=REFERENCE), "ok")).tone == "bad"
 
 
 def status_in_eager_mode(run: Run) -> str | None:
     """How the op-by-op analysis of ``run``, in eager mode, ends; ``None`` if not known."""
-    found = run.lockstep_error
-    if found is None or not run.complete or failing_gaps(run) or run.failed_call:  # it is of the first call
+    error = run.lockstep_error
+    if error is None or not run.complete or failing_gaps(run) or run.failed_call:  # it is of the first call
         return None
-    if found.distance is None:
+    if error.distance is None:
         return "nonfinite"
-    return "ok" if found.distance <= (run.tolerance or 0.0) else "inaccurate"
+    return "ok" if error.distance <= (run.tolerance or 0.0) else "inaccurate"
 
 
 def fails_elsewhere(run: Run) -> InputsTried | None:
     """The further inputs, if the run fails on some and passes on the scan's; else ``None``."""
-    found = run.further_inputs
-    return found if run.status == "ok" and found is not None and found.failed else None
+    if run.status == "ok" and run.further_inputs is not None and run.further_inputs.failed:
+        return run.further_inputs
+    return None
 
 
 def part_of_tolerance(run: Run) -> float:
     """The largest error over all inputs, relative to the tolerance; 0 if it is unknown."""
-    found = run.further_inputs
-    worst = max(run.distance or 0.0, (found.worst if found is not None else None) or 0.0)
+    worst = run.distance or 0.0
+    if run.further_inputs is not None:
+        worst = max(worst, run.further_inputs.worst or 0.0)
     if run.tolerance:
         return worst / run.tolerance
     return 0.0
@@ -180,8 +179,11 @@ def on_which_call(run: Run) -> str:
     """
     if run.training is not None:
         return ""
-    call = None if run.status in ("crashed", "timeout") else run.failed_call
-    parts = [f"{noun} {number}" for noun, number in (("batch", run.failed_batch), ("call", call)) if number]
+    parts = []
+    if run.failed_batch:
+        parts.append(f"batch {run.failed_batch}")
+    if run.failed_call and run.status not in ("crashed", "timeout"):
+        parts.append(f"call {run.failed_call}")
     if run.failed_input is not None:
         parts.append(f"{INPUT_CHANGES.get(run.failed_input, run.failed_input)}, compared with eager mode")
     if parts:
@@ -195,13 +197,13 @@ def is_cast(run: Run) -> bool:
 
 
 def failing_gaps(run: Run) -> list[Gap]:
-    """The gaps by which ``run`` may fail: from the one that raises its exception on, since the
-    model catches those before; none if the model catches all. Ops that its backend computes between
-    casts are left out.
-    """
+    """The gaps by which ``run`` may fail; none if the model catches all."""
     if _catches_all(run):
         return []
-    raised = run.exception.message if run.exception is not None and not run.failed_call else None
+    # the model catches those before the one that raises; a backend casts around some ops itself
+    raised = None
+    if run.exception is not None and not run.failed_call:
+        raised = run.exception.message
     first = next((number for number, gap in enumerate(run.gaps) if gap.message == raised), 0)
     return [gap for gap in run.gaps[first:] if not gap.is_between_casts]
 
@@ -260,28 +262,24 @@ def degenerate_output(run: Run, runs: Sequence[Run]) -> str | None:
     if run.status not in _JUDGED or run.is_reference or run.training is not None:
         return None
     if any(other.is_reference and other.output_is_zero for other in runs):
-        instead = ""
-        if run.compared_module is not None:
-            instead = f"; the error is that of {run.compared_module}"
-        return f"the fp32 output is all zeros{instead}"
+        return f"the fp32 output is all zeros{fill('; the error is that of {}', run.compared_module)}"
     if run.status != "inaccurate":
         return None
     if output_rms(run) == 0:
-        which = "a tensor of the fp32 output"
-        if run.compared_output is not None:
-            which = f"{judged_output(run)} of fp32"
-        return f"{which} is all zeros"
+        if run.compared_output is None:
+            return "a tensor of the fp32 output is all zeros"
+        return f"{judged_output(run)} of fp32 is all zeros"
     return tiny_output(run)
 
 
 def tiny_output(run: Run) -> str | None:
     """What the run's format does to an fp32 output below its normal range; else ``None``."""
-    rms, known = output_rms(run), run.format
-    if not rms or known is None or rms >= known.smallest_normal:
+    rms, low = output_rms(run), run.format
+    if not rms or low is None or rms >= low.smallest_normal:
         return None
-    is_lost = rms < known.smallest_subnormal and (run.rel_l2 is None or run.rel_l2 >= ALL_LOST)
+    is_lost = rms < low.smallest_subnormal and (run.rel_l2 is None or run.rel_l2 >= ALL_LOST)
     what = "flushes it to zero" if is_lost else "has few digits for it"
-    return f"{judged_output(run)} is tiny (rms {rms:.0e}): {known.short} {what}"
+    return f"{judged_output(run)} is tiny (rms {rms:.0e}): {low.short} {what}"
 
 
 def vanishes(fp32: Run) -> bool:
@@ -318,13 +316,14 @@ def output_rms(run: Run) -> float | None:
 
 def ranges_by_place(batches: Sequence[OpCalls]) -> list[PlaceRange]:
     """The forward ranges of a run over its batches, without weight casts, by first call."""
-    found: dict[tuple[str, str, str | None, str], list[list[OpCall]]] = {}
+    # the calls at each place, by batch
+    calls_at: dict[tuple[str, str, str | None, str], list[list[OpCall]]] = {}
     for number, op_calls in enumerate(batches):
         flows = any(op_calls.reads)
         for row in op_calls.rows():
             of_weight = flows and not row.reads and row.op == "aten._to_copy.default"  # autocast casts them
             if row.absmax is not None and row.is_forward and not of_weight:
-                found.setdefault((*row.place, row.dtypes), [[] for _ in batches])[number].append(row)
+                calls_at.setdefault((*row.place, row.dtypes), [[] for _ in batches])[number].append(row)
 
     def largest(calls: list[OpCall], field: str) -> float | None:
         return max((value for row in calls if (value := getattr(row, field)) is not None), default=None)
@@ -340,5 +339,5 @@ def ranges_by_place(batches: Sequence[OpCalls]) -> list[PlaceRange]:
             flushed=[largest(calls, "flushed") for calls in by_batch],
             subnormal=[largest(calls, "subnormal") for calls in by_batch],
         )
-        for (module, op, source, dtypes), by_batch in found.items()
+        for (module, op, source, dtypes), by_batch in calls_at.items()
     ]

@@ -152,14 +152,13 @@ class Coverage(Struct, frozen=True, kw_only=True):
         for name in self.__struct_fields__:
             value = getattr(self, name)
             if name in ("tests", "kept", "ops") and value:
-                shown = b"[\n  " + b",\n  ".join(map(line, value)) + b"\n ]"
+                text = b"[\n  " + b",\n  ".join(map(line, value)) + b"\n ]"
             elif name == "incomplete" and value:
-                shown = (
-                    b"{\n  " + b",\n  ".join(b"%s: %s" % (line(key), line(why)) for key, why in value.items()) + b"\n }"
-                )
+                pairs = (b"%s: %s" % (line(key), line(why)) for key, why in value.items())
+                text = b"{\n  " + b",\n  ".join(pairs) + b"\n }"
             else:
-                shown = line(value)
-            lines.append(b"%s: %s" % (line(name), shown))
+                text = line(value)
+            lines.append(b"%s: %s" % (line(name), text))
         return b"{\n " + b",\n ".join(lines) + b"\n}\n"
 
 
@@ -171,15 +170,14 @@ def shown_name(op: str, phase: Phase) -> str:
 def indexed(tests: list[str], uses: Mapping[_Key, Iterable[str]]) -> dict[_Key, list[int]]:
     """The tests of each operator as indices into the sorted ``tests``."""
     index = {test: at for at, test in enumerate(tests)}
-    return {op: sorted(index[test] for test in found) for op, found in uses.items()}
+    return {op: sorted(index[test] for test in its_tests) for op, its_tests in uses.items()}
 
 
 def reason_of(support: AtenSupport) -> str:
     """How an operator fails: the kind, the message and on which arguments it depends."""
-    failure = f"{support.kind}: {shorten(support.message or '')}{in_samples(support.condition)}"
-    if support.kind:
-        return failure
-    return support.message or ""
+    if not support.kind:
+        return support.message or ""
+    return f"{support.kind}: {shorten(support.message or '')}{in_samples(support.condition)}"
 
 
 # -- A saved coverage, updated with a later run
@@ -196,44 +194,46 @@ def updated(saved: Coverage, run: Coverage, removed: Collection[str] = (), look_
     ``removed`` from the suite are left out. ``look_up`` gives the current support of the operators
     of ``saved``; without it, they keep the support that was saved.
     """
+    # the tests that this run did not complete, and those of them whose operators are saved
     complete = {*run.tests} - run.incomplete.keys()
-    known = {*saved.tests, *saved.incomplete} - complete - {*removed}
-    stay = known & {*saved.tests}
+    missed = {*saved.tests, *saved.incomplete} - complete - {*removed}
+    stay = missed & {*saved.tests}
     before = {use.key: use for use in saved.ops}
     after = {use.key: use for use in run.ops}
     tests_of: dict[tuple[str, Phase], set[str]] = {}
-    for side, use in [*((saved, use) for use in saved.ops), *((run, use) for use in run.ops)]:
-        its = {*side.tests_of(use)}
-        tests_of.setdefault(use.key, set()).update(its & stay if side is saved else its - stay)
+    for use in saved.ops:
+        tests_of.setdefault(use.key, set()).update({*saved.tests_of(use)} & stay)
+    for use in run.ops:
+        tests_of.setdefault(use.key, set()).update({*run.tests_of(use)} - stay)
     uses = []
-    for key in sorted(key for key, its in tests_of.items() if its):
-        was, is_now = before.get(key), after.get(key)
-        here = is_now if is_now and not {*run.tests_of(is_now)} <= stay else None
+    for key in sorted(key for key, tests in tests_of.items() if tests):
+        was, here = before.get(key), after.get(key)
+        # only tests that stay use it in this run: what is saved of them counts
+        if here and {*run.tests_of(here)} <= stay:
+            here = None
         stays = was is not None and not stay.isdisjoint(saved.tests_of(was))
         one, other = here or was, was if stays and here else None
         assert one is not None
         support = {}
         for dtype in run.dtypes:
-            then = None
+            then = today = None
             if was:
                 then = was.support.get(dtype, AtenSupport(state=None))
-            today = None
             if was and stays:
                 today = look_up(was, dtype) if look_up else then
             support[dtype] = _worst(here.support[dtype] if here else None, today, then)
-        use = msgspec.structs.replace(
-            one, numbers=stronger(one.numbers, other.numbers) if other else one.numbers, support=support
-        )
-        lines = one.sources or (other.sources if other else [])
+        numbers, lines = one.numbers, one.sources
+        if other:
+            numbers, lines = stronger(numbers, other.numbers), lines or other.sources
+        use = msgspec.structs.replace(one, numbers=numbers, support=support)
         uses.append(msgspec.structs.replace(use, sources=lines if use.is_gap else []))
-    tests = sorted(stay | {*run.tests})
-    by_key = indexed(tests, tests_of)
-    incomplete = {
-        test: why for test, why in saved.incomplete.items() if test in known & saved.never_complete
-    } | run.incomplete
+    all_tests = sorted(stay | {*run.tests})
+    by_key = indexed(all_tests, tests_of)
+    never = missed & saved.never_complete
+    incomplete = {test: why for test, why in saved.incomplete.items() if test in never} | run.incomplete
     return msgspec.structs.replace(
         run,
-        tests=tests,
+        tests=all_tests,
         incomplete=dict(sorted(incomplete.items())),
         kept=sorted((stay & incomplete.keys()) - saved.never_complete),
         ops=[msgspec.structs.replace(use, tests=by_key[use.key]) for use in uses],
@@ -249,6 +249,7 @@ def _worst(here: AtenSupport | None, stays: AtenSupport | None, then: AtenSuppor
     """
     cells = [cell for cell in (here, stays) if cell is not None]
     tried = any(cell.tried_here for cell in cells)
-    if then and then.tried_here and (stays or not tried):
-        cells += [then] if all(cell.tried_here or cell.state in (None, "some") for cell in cells) else []
+    is_open = all(cell.tried_here or cell.state in (None, "some") for cell in cells)
+    if then and then.tried_here and (stays or not tried) and is_open:
+        cells.append(then)
     return min(cells, key=lambda cell: (not cell.applies, FROM_WORST.index(cell.state)))

@@ -17,6 +17,7 @@ from lowprec_check.schema.measures import InputLayout
 from lowprec_check.schema.precisions import PRECISIONS, Precision
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, RunKey
 from lowprec_check.schema.scan_result import ModelInfo
+from lowprec_check.schema.statements import fill
 
 _LISTED = 3
 """At most so many tensors are converted by name."""
@@ -71,7 +72,7 @@ _UNTIE = """\
 _IN_TORCH: dict[str, tuple[str, str]] = {
     "xpu": ("2.5", "import intel_extension_for_pytorch  # provides the device xpu")
 }
-"""By device: the first release of torch that has it, and the import that provides it in older ones."""
+"""By device: the first release of torch with it, and the import that provides it before."""
 
 
 def snippet(
@@ -86,13 +87,12 @@ def snippet(
     """
     backend = BACKENDS.get(key.backend)
     if key.backend != EAGER and type(backend).code is Backend.code:
-        return (
-            f"# {project_of(key.backend)} gives no code to paste for the backend {key.backend}: see its documentation"
-        )
-    found = prepare(key, model, keep_fp32, untied, torch_version=torch_version)
-    context = ", ".join(filter(None, ("with torch.no_grad()", found.autocast)))
-    called = [f"    {line}" for line in (*found.inside, f"output = {model.call}")]
-    return "\n".join(found.with_lines(f"{context}:", *called))
+        project = project_of(key.backend)
+        return f"# {project} gives no code to paste for the backend {key.backend}: see its documentation"
+    code = prepare(key, model, keep_fp32, untied, torch_version=torch_version)
+    context = ", ".join(filter(None, ("with torch.no_grad()", code.autocast)))
+    called = [f"    {line}" for line in (*code.inside, f"output = {model.call}")]
+    return "\n".join(code.with_lines(f"{context}:", *called))
 
 
 class ModelCode(NamedTuple):
@@ -111,11 +111,10 @@ class ModelCode(NamedTuple):
     def with_lines(self, *more: str) -> list[str]:
         """All imports that are needed, an empty line, the lines of the body, and ``more``."""
         lines = [*self.body, *more]
-        needs_tree = any("tree_map_only" in line for line in lines)
-        tree = []
-        if needs_tree:
-            tree = ["from torch.utils._pytree import tree_map_only"]
-        return [*self.imports, *tree, "", *lines]
+        imports = [*self.imports]
+        if any("tree_map_only" in line for line in lines):
+            imports.append("from torch.utils._pytree import tree_map_only")
+        return [*imports, "", *lines]
 
 
 def prepare(
@@ -125,17 +124,20 @@ def prepare(
     precision, device = PRECISIONS.get(key.precision), device_type(key.device)
     since, provider = _IN_TORCH.get(device, ("", ""))  # a newer torch provides the device itself
     is_old = bool(since and torch_version) and version_key(release_of(torch_version)) < version_key(since)
-    imports = ["import torch", *([provider] if is_old else [])]
+    imports = ["import torch"]
+    if is_old:
+        imports.append(provider)
+    # the file's function `inputs` is hidden by its result: calibration is computed before
     body: list[str] = []
     hides_function = any(line.startswith("inputs = inputs(") for line in model.setup)
     if hides_function and model.calibration and calibrates(key.backend):
         body.append(f"batches = list({model.calibration})  # which may call inputs()")
         model = msgspec.structs.replace(model, calibration="batches")
     for line in model.setup:
-        (imports if line.startswith(("import ", "from ")) else body).append(line)
-    moved = key.device if device != "cpu" else None
-    if moved is not None:
-        body.append(f'model = model.to("{moved}")')
+        lines = imports if line.startswith(("import ", "from ")) else body
+        lines.append(line)
+    if device != "cpu":
+        body.append(f'model = model.to("{key.device}")')
     autocast, conversion = None, conversion_of(key)
     if precision.kind == "autocast":
         if keep_fp32:
@@ -156,14 +158,12 @@ def prepare(
 
 
 def _cast(precision: Precision, keep: Sequence[str], untied: Sequence[str]) -> str:
-    dtype = precision.format.dtype
+    dtype, untie = precision.format.dtype, ""
+    cast = f"to({dtype})"
     if precision.method:
         cast = f"{precision.method}()"
-    else:
-        cast = f"to({dtype})"
     if not keep:
         return f"model = model.{cast}"
-    untie = ""
     if untied:
         untie = _UNTIE.format(paths=_listed(untied, indent=4), dtype=dtype)
     return _UNDER_CAST.format(cast=cast, dtype=dtype, untie=untie, names=_listed(keep))
@@ -204,39 +204,39 @@ class Conversion(NamedTuple):
         casts, formats = floating and self.dtype is not None, image and self.memory_format != CONTIGUOUS
         if casts and self.method and not self.device and not formats:
             return f"{tensor}.{self.method}()"
-        arguments = []
-        if self.device:
-            arguments = [f'"{self.device}"']
-        arguments += [self.dtype] if casts and self.dtype else []
-        arguments += [f"memory_format=torch.{self.memory_format}"] if formats else []
-        return f"{tensor}.to({', '.join(arguments)})"
+        arguments = [fill('"{}"', self.device)]
+        if casts and self.dtype:
+            arguments.append(self.dtype)
+        if formats:
+            arguments.append(f"memory_format=torch.{self.memory_format}")
+        return f"{tensor}.to({', '.join(filter(None, arguments))})"
 
     def concerns(self, layout: InputLayout) -> list[str]:
         """The tensors that it changes."""
+        changed = set[str]()
         if self.dtype:
-            changed = set(layout.floating)
-        else:
-            changed = set()
-        changed |= set(layout.images) if self.memory_format != CONTIGUOUS else set()
+            changed.update(layout.floating)
+        if self.memory_format != CONTIGUOUS:
+            changed.update(layout.images)
         return [key for key in layout.tensors if self.device or key in changed]
 
     def in_words(self) -> str:
         """``cast the floating tensors to torch.float16 and move all to cuda``."""
-        steps: list[str | None] = [
-            self.dtype and f"cast the floating tensors to {self.dtype}",
-            self.device and f"move all to {self.device}",
-            f"put those with 4 dimensions into {self.memory_format}" if self.memory_format != CONTIGUOUS else None,
-        ]
+        steps = [fill("cast the floating tensors to {}", self.dtype), fill("move all to {}", self.device)]
+        if self.memory_format != CONTIGUOUS:
+            steps.append(f"put those with 4 dimensions into {self.memory_format}")
         return " and ".join(filter(None, steps))
 
 
 def conversion_of(key: RunKey) -> Conversion:
     """What the run of ``key`` does to its inputs."""
     precision, device = PRECISIONS.get(key.precision), device_type(key.device)
-    dtype = precision.format.dtype if precision.kind == "cast" else None
-    return Conversion(
-        dtype, precision.method if dtype else None, key.device if device != "cpu" else None, key.memory_format
-    )
+    conversion = Conversion(memory_format=key.memory_format)
+    if precision.kind == "cast":  # autocast takes inputs in fp32
+        conversion = conversion._replace(dtype=precision.format.dtype, method=precision.method)
+    if device != "cpu":
+        conversion = conversion._replace(device=key.device)
+    return conversion
 
 
 def convert_inputs(model: ModelInfo, conversion: Conversion) -> list[str]:
@@ -251,6 +251,7 @@ def convert_inputs(model: ModelInfo, conversion: Conversion) -> list[str]:
     def converted(key: str, tensor: str) -> str:
         return conversion.applied_to(tensor, floating=key in layout.floating, image=key in layout.images)
 
+    # a few tensors are converted by name, more or nested ones wherever they are
     if layout.kind == "tensor":
         return [f"inputs = {converted('', 'inputs')}"]
     if layout.kind == "mapping" and len(concerned) <= _LISTED:
@@ -265,11 +266,10 @@ def convert_nested(conversion: Conversion, name: str) -> list[str]:
     """Lines for tensors anywhere in ``name`` that are not known by name."""
     steps = []
     if conversion.dtype or conversion.device:
-        move = ""
-        if conversion.device:
-            move = f'.to("{conversion.device}")'
-        cast = f"t{move}.to({conversion.dtype}) if t.is_floating_point() else t{move}"
-        steps.append(cast if conversion.dtype else f"t{move}")
+        moved = "t" + fill('.to("{}")', conversion.device)
+        if conversion.dtype:
+            moved = f"{moved}.to({conversion.dtype}) if t.is_floating_point() else {moved}"
+        steps.append(moved)
     if conversion.memory_format != CONTIGUOUS:
         steps.append(f"t.to(memory_format=torch.{conversion.memory_format}) if t.ndim == 4 else t")
     return [f"{name} = tree_map_only(\n    torch.Tensor, lambda t: {step}, {name}\n)" for step in steps]

@@ -36,10 +36,7 @@ CLEAR = 1.5
 """A larger factor decides between times of separate rounds: plans, runs without rounds."""
 
 ONE_CORE = 2.5
-"""A speed measured on one core and one measured on all cores may differ by this factor, since
-formats use several cores more or less well. They are compared where a backend can only be timed on
-all cores.
-"""
+"""Speeds on one core and on all cores may differ so much: formats use cores more or less well."""
 
 WAITED, CHANGED = 0.1, 1.2
 """Least share of waiting threads, and change of the clock, that reports mention."""
@@ -84,17 +81,22 @@ class Speed(NamedTuple):
 
     def text(self) -> str:
         """``1.4 times as fast as fp32``; empty if it was not timed."""
+        # of a wide interval, only its safe end is said
+        ratio, at_least = self.ratio or 1.0, ""
         wide = self.high > WIDE * self.low
+        if wide:
+            at_least = "at least "
         if self.told == "faster":
-            return f"{f'at least {times(self.low)}' if wide else times(self.ratio or 0.0)} as fast as fp32"
+            return f"{at_least}{times(self.low if wide else ratio)} as fast as fp32"
         if self.told == "slower":
-            return f"{f'at least {times(1 / self.high)}' if wide else times(1 / (self.ratio or 1.0))} slower than fp32"
+            return f"{at_least}{times(1 / (self.high if wide else ratio))} slower than fp32"
         if self.told == "same":
             return "about as fast as fp32"
         if self.told == "unknown":
             return ""
-        is_short = self.ratio is not None and math.isinf(self.high)
-        return "too short to compare times" if is_short else "times too noisy to compare"
+        if self.ratio is not None and math.isinf(self.high):
+            return "too short to compare times"
+        return "times too noisy to compare"
 
 
 def speed(run: Run, runs: Sequence[Run]) -> Speed:
@@ -108,19 +110,22 @@ def speed(run: Run, runs: Sequence[Run]) -> Speed:
         return Speed("unknown")
     if run.latency is not None and run.timing is None:
         rounds = run.latency.speedup
-        if rounds is None:
-            return Speed("unknown" if failure_while_timed(run) or failure_while_timed(reference) else "noisy")
-        return judged(rounds.median, rounds.low, rounds.high)
-    fp32, mine = latency_of(reference), latency_of(run)
-    if not fp32 or not mine:
+        if rounds is not None:
+            return judged(rounds.median, rounds.low, rounds.high)
+        if failure_while_timed(run) or failure_while_timed(reference):
+            return Speed("unknown")
+        return Speed("noisy")
+    # two medians, which were not taken in rounds
+    fp32, own = latency_of(reference), latency_of(run)
+    if not fp32 or not own:
         return Speed("unknown")
-    timed = [its.latency for its in (run, reference) if its.latency is not None]
-    was_busy = any(its.noisy or (its.speedup is not None and its.speedup.one_core) for its in timed)
-    ratio, margin = max(fp32, SHORT_MS) / max(mine, SHORT_MS), BUSY if was_busy else TOLD
-    low = 0.0
-    if fp32 >= SHORT_MS:
-        low = ratio / margin
-    if mine >= SHORT_MS:
+    timed = [each.latency for each in (run, reference) if each.latency is not None]
+    was_busy = any(each.noisy or (each.speedup is not None and each.speedup.one_core) for each in timed)
+    ratio = max(fp32, SHORT_MS) / max(own, SHORT_MS)
+    margin = BUSY if was_busy else TOLD
+    # the time of a short call may be anything below SHORT_MS
+    low = ratio / margin * (fp32 >= SHORT_MS)
+    if own >= SHORT_MS:
         return judged(ratio, low, ratio * margin)
     return Speed("noisy", ratio, low, math.inf)
 
@@ -137,11 +142,11 @@ def launch_bound(run: Run) -> bool:
     return run.latency is not None and run.timing is None and waits_for_host(run.latency)
 
 
-def waits_for_host(found: Latency) -> bool:
+def waits_for_host(latency: Latency) -> bool:
     """Whether these are times of an accelerator that waits for the host."""
-    if found.host_ms is None or found.device_ms is None:
+    if latency.host_ms is None or latency.device_ms is None:
         return False
-    return found.host_ms >= ON_HOST * found.median_ms and found.device_ms <= ON_DEVICE * found.median_ms
+    return latency.host_ms >= ON_HOST * latency.median_ms and latency.device_ms <= ON_DEVICE * latency.median_ms
 
 
 def ratio_text(ratio: float) -> str:
@@ -156,7 +161,9 @@ def failure_while_timed(run: Run) -> str | None:
 
 def latency_of(run: Run) -> float | None:
     """Median milliseconds of a call: in the scenario, if the scan was asked for one."""
-    return run.timing.median_ms if run.timing else run.latency_ms
+    if run.timing:
+        return run.timing.median_ms
+    return run.latency_ms
 
 
 def is_faster(mine: Speed, other: Speed, factor: float = TOLD) -> bool:
@@ -222,19 +229,19 @@ def latency_of_rounds(mine: Rounds, fp32: Rounds | None = None) -> Latency:
     """The times of a run, and its speedup over ``fp32`` in the rounds that both have."""
     seconds = [second for turn in mine.values() for second in turn.seconds]
     low, median, high = quartiles(seconds)
+    # of an accelerator only
     launched = [turn.launched for turn in mine.values() if turn.launched is not None]
+    host = device = None
     if launched:
-        host, device = map(statistics.median, zip(*launched, strict=True))
-    else:
-        host, device = (None, None)
+        host, device = (statistics.median(times) * 1e3 for times in zip(*launched, strict=True))
     return Latency(
         median_ms=median * 1e3,
         quartiles_ms=(low * 1e3, high * 1e3),
         samples=len(seconds),
         noisy=high - low > SPREAD * median,
         speedup=speedup_in_rounds(mine, fp32) if fp32 is not None else None,
-        host_ms=None if host is None else host * 1e3,
-        device_ms=None if device is None else device * 1e3,
+        host_ms=host,
+        device_ms=device,
     )
 
 
@@ -266,6 +273,7 @@ def speedup_in_rounds(mine: Rounds, fp32: Rounds, *, on_one_core: bool = False) 
         return msgspec.structs.replace(speedup_of(alone), one_core=True)
     if clean:
         return speedup_of(clean, ONE_ROUND)
+    # disturbed rounds only: calls that are long, or on one core, are good for a guess
     guessed = [
         min(one.on_one_core or one.seconds) / min(other.seconds)
         for one, other in ((fp32[number], mine[number]) for number in mine if number in fp32)
@@ -278,10 +286,9 @@ def speedup_in_rounds(mine: Rounds, fp32: Rounds, *, on_one_core: bool = False) 
 
 def latency_outside_rounds(seconds: float, fp32: Latency | None) -> Latency:
     """The time of a run that is not called again, that of its fastest call, beside that of fp32."""
-    found = None
+    ms, speedup = seconds * 1e3, None
     if fp32 is not None and seconds:
-        found = speedup_of([fp32.median_ms / 1e3 / seconds])
-    ms, speedup = seconds * 1e3, found and msgspec.structs.replace(found, rounds=0)
+        speedup = msgspec.structs.replace(speedup_of([fp32.median_ms / 1e3 / seconds]), rounds=0)
     return Latency(median_ms=ms, quartiles_ms=(ms, ms), samples=1, speedup=speedup)
 
 
@@ -303,12 +310,14 @@ def speedup_of(ratios: Sequence[float], single: float = ONE_CALL) -> Speedup:
     ordered, count = sorted(ratios), len(ratios)
     if count == 1:
         low, high = ordered[0] / single, ordered[0] * single
+    # few ratios: Student's interval, but no narrower than they are, nor wider than one alone
     elif count in _STUDENT:
         logarithms = [math.log(ratio) for ratio in ordered]
         center, spread = statistics.fmean(logarithms), statistics.stdev(logarithms)
         margin = _STUDENT[count] * spread / math.sqrt(count)
         low, high = min(ordered[0], math.exp(center - margin)), max(ordered[-1], math.exp(center + margin))
         low, high = max(low, ordered[0] / ONE_CALL), min(high, ordered[-1] * ONE_CALL)
+    # order statistics: as many are left out at each end as the confidence allows
     else:
         tails = accumulate(math.comb(count, hits) / 2**count for hits in range(count))
         outside = sum(1 for tail in tails if 2 * tail <= 1 - CONFIDENCE)

@@ -245,7 +245,7 @@ def list_document(rules: Iterable[Rule]) -> Document:
 def render_page(rule: Rule, width: int) -> str:
     """A diagnostic's manual, ``width`` columns wide; code is not wrapped, commands not split."""
     no_break = "\0"
-    fill = functools.partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
+    wrap = functools.partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
     parts = [f"{rule.code} {rule.name} ({rule.severity})"]
     for block in rule.manual.split("\n\n"):
         if block.startswith("    "):
@@ -254,6 +254,6 @@ def render_page(rule: Rule, width: int) -> str:
         # a no-break character stands for the spaces of a command while lines are filled
         unbroken = re.sub(r"`[^`]+`", lambda span: re.sub(r"\s", no_break, span[0]), block)
         items = re.split(r"\n(?=\d+\. )", unbroken)  # of a numbered list
-        lines = [fill(item, subsequent_indent="   " if re.match(r"\d+\. ", item) else "") for item in items]
+        lines = [wrap(item, subsequent_indent="   " if re.match(r"\d+\. ", item) else "") for item in items]
         parts.append("\n".join(lines).replace(no_break, " "))
     return "\n\n".join(parts)
