@@ -91,7 +91,7 @@ def without_numbers(message: str) -> str:
 
 
 def baseline_of(result: ScanResult, known: Baseline | None = None) -> Baseline:
-    """The findings of ``result``, but for times, and those of ``known`` that it did not look for."""
+    """The findings of ``result`` (but for times), and those of ``known`` it did not look for."""
     found = {fingerprint(d): d for d in reversed(result.diagnostics) if not d.timed}
     # entries of other targets, runs and codes stay
     others = []

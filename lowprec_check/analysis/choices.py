@@ -28,7 +28,7 @@ _COPIES = ("to_copy", "copy_", "clone", "contiguous", "detach")
 
 
 def other_ops(run: Run, fp32: Run) -> list[str]:
-    """Ops that ``run`` calls more often than ``fp32``, by a branch on the dtype; no casts and copies."""
+    """Ops that ``run`` calls more often than ``fp32``, by a branch on the dtype; no copies."""
     # a value that Python reads may decide too, and an incomplete analysis lacks calls
     if not (run.complete and fp32.complete and fp32.op_calls) or any(run.op_calls.to_python):
         return []

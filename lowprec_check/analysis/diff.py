@@ -276,10 +276,10 @@ def _gap_changes(run: Run, gaps: list[Gap], direction: Direction, state: str) ->
 
 
 def _speed(before: Run, after: Run, old: ScanResult, new: ScanResult) -> Iterator[ScanChange]:
-    """Slower only if the time relative to fp32 is, and on the same machine the absolute time too."""
+    """Slower only if relative to fp32, and on the same machine by the absolute time too."""
     # a busy machine changes the absolute time, a faster fp32 the relative one
     was, is_now = before.latency_ms, after.latency_ms
-    # With --times off nobody asked for times, and those that are there were not taken beside fp32's.
+    # with --times off, times that are there were not taken beside fp32's
     is_off = "off" in (old.options.get("times"), new.options.get("times"))
     if was is None or is_now is None or is_off:
         return

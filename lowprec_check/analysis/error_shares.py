@@ -159,12 +159,7 @@ def main_causes(run: Run, most: int) -> list[PartShare]:
             least = max(MATTERS, CHANCE * budget.spread)
         if worth < least or any(is_inside(part.name, other.name) for other in chosen):
             continue
-        # an older file does not say which modules were called
-        if run.called_modules:
-            is_module = part.name in run.called_modules
-        else:
-            is_module = part.name not in ("", BETWEEN)
-        if not is_module:  # no submodule in fp32 avoids it
+        if not _is_submodule(part.name, run):  # no submodule in fp32 avoids it
             share = min(part.share, max(0.0, 1.0 - total)) if total else part.share
             chosen.append(part._replace(share=share))
             continue
@@ -183,16 +178,22 @@ def main_causes(run: Run, most: int) -> list[PartShare]:
             continue
         cause = part._replace(share=whole, is_measured=measured is not None)
         # beside others, what goes with this module and not with those
-        if chosen:
-            alone = whole
-            if trial is not None and trial.share > inside + MATTERS:
-                alone = whole * inside / trial.share
-            alone = min(alone, 1.0 - total)
-            if alone < whole - MATTERS:
-                cause = cause._replace(share=alone, by_itself=whole)
+        alone = whole
+        if trial is not None and trial.share > inside + MATTERS:
+            alone = whole * inside / trial.share
+        alone = min(alone, 1.0 - total)
+        if chosen and alone < whole - MATTERS:
+            cause = cause._replace(share=alone, by_itself=whole)
         if cause.share >= least:
             chosen.append(cause)
     return sorted(chosen, key=lambda part: -part.share)
+
+
+def _is_submodule(name: str, run: Run) -> bool:
+    """Whether a part is a submodule; an older file does not say which were called."""
+    if run.called_modules:
+        return name in run.called_modules
+    return name not in ("", BETWEEN)
 
 
 def _ranked(run: Run, tried: Mapping[str, ModuleShare]) -> list[tuple[PartShare, float]]:
@@ -244,7 +245,7 @@ def cancelling(run: Run) -> str | None:
     return lowest.module if lowest.told <= -least else None
 
 
-# -- The modules that the analysis of a failing run blames, which an ablation then keeps in fp32, and whether that helped
+# -- The modules blamed for a failure, which an ablation keeps in fp32, and whether that helped
 
 MOST = 3
 """As many modules as reports name."""
@@ -309,7 +310,7 @@ def _first_over_tolerance(run: Run) -> OpCall | None:
 
 
 def harmful_trials(run: Run) -> list[RangeTrial]:
-    """The places whose values out of range make the output of fp32 wrong, alone; the worst first."""
+    """Places whose values out of range, alone, make the output of fp32 wrong; the worst first."""
     harmful = [trial for trial in run.range_trials if trial.status != "ok"]
     return sorted(harmful, key=lambda trial: -(math.inf if trial.rel_l2 is None else trial.rel_l2))
 

@@ -42,7 +42,7 @@ CONFIRMED = 8
 """Kept modules tried alone in low precision, even if clearly predicted to be needed."""
 
 WIDE = 2.0
-"""Such a margin: the predicted error without the module is at least this many times the tolerance."""
+"""Such a margin: without the module, an error of at least this many times the tolerance."""
 
 
 class LimitReachedError(Exception):
@@ -58,7 +58,7 @@ class Verdict(NamedTuple):
     own_fault: bool = True
     """Whether the trial failed otherwise than by an exception inside a submodule."""
     error: float | None = None
-    """rel_l2 of the output, of the batch that fails or has the largest; ``None`` if there is none."""
+    """rel_l2 of the output of the worst batch; ``None`` if there is none."""
 
 
 class Trials:
@@ -110,11 +110,9 @@ class SearchResult(NamedTuple):
     keep: Keep | None
     minimal: bool
     untried: Keep = ()
-    """Modules of ``keep`` that were not tried in low precision, as they are predicted to be needed,
-    the search ended, or only with more modules in fp32.
-    """
+    """Modules of ``keep`` not tried alone in low precision: predicted needed, or no time left."""
     failed_alone: tuple[str, ...] = ()
-    """Without a plan: modules that were tried in low precision with all others in fp32, and failed."""
+    """Without a plan: modules that failed in low precision with all others in fp32."""
 
 
 def search(
@@ -319,7 +317,7 @@ class _Search:
     # -- shrinking: find what can return to low precision
 
     def _smaller(self, keep: Sequence[str]) -> list[str]:
-        """What is left of ``keep`` after modules returned to low precision until no other one can."""
+        """What is left of ``keep`` after as many modules as can returned to low precision."""
         if self.prediction is None:
             return self._shrink(keep)
         items, most = list(self.tree.normalized(keep)), len(keep)
@@ -402,7 +400,7 @@ class _Search:
         return items
 
     def _refine(self, keep: Sequence[str]) -> list[str]:
-        """Replace containers by those of their children that must stay in fp32, down to the leaves."""
+        """Replace containers by children that must stay in fp32, down to the leaves."""
         result = list(keep)
         pending = [path for path in result if self.tree.children(path)]
         while pending:

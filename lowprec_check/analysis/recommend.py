@@ -61,7 +61,7 @@ def recommend(
     every such cast: it runs these ops in fp32, and other inputs may need a kernel that the other
     dtype lacks.
 
-    ``environment`` is that of the scan, with the torch that the runs are about. The reason is empty:
+    ``environment`` is that of the scan, with the torch of the runs. The reason is left empty:
     :func:`lowprec_check.analysis.statements.advice.basis` says it of the whole result.
     """
     tried = candidates(runs)

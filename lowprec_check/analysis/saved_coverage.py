@@ -16,14 +16,12 @@ from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import Phase
 
 SCHEMA = 2
-"""2: ``tests`` of the file are the ids, and ``tests`` of an operator indices into them. 1: the
-number of tests, and ids.
-"""
+"""2: ``tests`` of an operator are indices into those of the file; 1: ids, and a number."""
 
 _Key = TypeVar("_Key")
 
 Cell = Literal["runs", "low", "fp32", "inputs", "some", "none", "unknown", "inapplicable"]
-"""What a precision does to an operator; the first four run, the last three of them under autocast."""
+"""What a precision does to an operator; the first four run, three of them under autocast."""
 _BY_POLICY: dict[AutocastDtype | None, Cell] = {"low": "low", "inputs": "inputs", "fp32": "fp32", None: "runs"}
 
 
@@ -55,7 +53,7 @@ class OpUse(Struct, frozen=True, kw_only=True):
     tests: list[int]
     """The tests that dispatched it: indices into :attr:`Coverage.tests`, in ascending order."""
     numbers: Numbers = "floating"
-    """The strongest numbers that any test called it with; see :mod:`lowprec_check.catalog.records`."""
+    """The strongest numbers of any call; see :mod:`lowprec_check.catalog.records`."""
     support: dict[str, AtenSupport]
     """By the names in :attr:`Coverage.dtypes`."""
     sources: list[str] = []

@@ -174,7 +174,7 @@ def is_faster(mine: Speed, other: Speed, factor: float = TOLD) -> bool:
 
 
 def cores_were_used(found: TimingConditions | None) -> bool:
-    """Whether something else used the cores enough to be said, and to be part of any single time."""
+    """Whether something else used the cores enough to matter to any single time."""
     return found is not None and (found.waited or 0.0) > WAITED
 
 

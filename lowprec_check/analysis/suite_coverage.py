@@ -26,6 +26,7 @@ from lowprec_check.errors import UsageError
 from lowprec_check.schema.base import Struct, decode
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import Phase
+from lowprec_check.schema.statements import fill
 
 HINT = "Save one with: pytest --lowprec-coverage half --lowprec-report FILE.json"
 
@@ -64,14 +65,14 @@ class _Kind(msgspec.Struct):
 def kind_of(data: bytes) -> Literal["coverage", "scan", "baseline of scan"] | None:
     """What a saved file is; ``None`` if it is none of these."""
     try:
-        found = msgspec.json.decode(data, type=_Kind)
+        keys = msgspec.json.decode(data, type=_Kind)
     except (msgspec.DecodeError, RecursionError):
         return None
-    if found.schema is not None and msgspec.UNSET not in (found.dtypes, found.ops):
+    if keys.schema is not None and msgspec.UNSET not in (keys.dtypes, keys.ops):
         return "coverage"
-    if found.runs is not msgspec.UNSET:
+    if keys.runs is not msgspec.UNSET:
         return "scan"
-    return "baseline of scan" if found.findings is not msgspec.UNSET else None
+    return "baseline of scan" if keys.findings is not msgspec.UNSET else None
 
 
 def coverage_from_json(data: bytes) -> Coverage:
@@ -90,14 +91,13 @@ def coverage_from_json(data: bytes) -> Coverage:
         ops = [OpUse(**{**msgspec.structs.asdict(use), "tests": by_op[use.op]}) for use in old.ops]
         return Coverage(**{**msgspec.structs.asdict(old), "schema": 1, "tests": tests, "ops": ops})
     found = decode(data, Coverage, SCHEMA)
-    lost = next(
-        (use for use in found.ops if use.tests and not 0 <= min(use.tests) <= max(use.tests) < len(found.tests)), None
-    )
-    if lost is not None:
-        raise ValueError(f"{lost.op} names a test that the file does not have")
-    wrong = next((use for use in found.ops if not set(found.dtypes) <= use.support.keys()), None)
-    if wrong is not None:
-        raise ValueError(f"{wrong.op} lacks one of the precisions of the file")
+    # a file that was edited by hand may name what it lacks
+    for use in found.ops:
+        if use.tests and not 0 <= min(use.tests) <= max(use.tests) < len(found.tests):
+            raise ValueError(f"{use.op} names a test that the file does not have")
+    for use in found.ops:
+        if not set(found.dtypes) <= use.support.keys():
+            raise ValueError(f"{use.op} lacks one of the precisions of the file")
     return found
 
 
@@ -113,6 +113,7 @@ def coverage_of(data: bytes, path: Path) -> Coverage:
 
 CellBefore = Literal["unused"] | Cell
 """``unused``: no test used the operator."""
+_UNUSED: CellBefore = "unused"
 _RANKS: dict[CellBefore, int] = {"none": 2, "some": 1}
 """How bad a cell is; all others are 0."""
 
@@ -121,7 +122,7 @@ class CellChange(Struct, frozen=True, kw_only=True):
     """What a precision does to an operator, in both coverages."""
 
     old: CellBefore
-    """In the old one: a cell such as ``runs`` or ``none``; ``unused`` if no test used the operator."""
+    """In the old one: a cell such as ``runs``; ``unused`` if no test used the operator."""
     new: CellBefore
     """In the new one."""
 
@@ -204,9 +205,8 @@ def diff_coverages(old: Coverage, new: Coverage) -> CoverageDiff:
     both = [key for key in new.dtypes if key in old.dtypes]
     if not both:
         sides = " and the new one ".join(", ".join(map(precision_of, side.dtypes)) for side in (old, new))
-        raise UsageError(
-            f"The old coverage has {sides}: no precision to compare.", "Save both for the same precisions."
-        )
+        problem = f"The old coverage has {sides}: no precision to compare."
+        raise UsageError(problem, "Save both for the same precisions.")
     before, after = ({use.key: use for use in side.ops} for side in (old, new))
     tests_before, tests_after = set(old.tests), set(new.tests)
     if min(old.schema, new.schema) == 1:  # that lists only the tests that use an operator
@@ -221,6 +221,7 @@ def diff_coverages(old: Coverage, new: Coverage) -> CoverageDiff:
         }
     worse = [_change(before.get(use.key), use, stable.get(use.key, both), new, 1) for use in new.ops]
     better = [_change(use, after.get(use.key), stable.get(use.key, both), old, -1) for use in old.ops]
+    # what a test without a complete run shows may be old, or may only seem to be gone
     first = [
         change
         for use, change in zip(new.ops, worse, strict=True)
@@ -255,8 +256,11 @@ def _change(old: OpUse | None, new: OpUse | None, keys: Sequence[str], side: Cov
     assert use is not None
     changed: dict[str, CellChange] = {}
     for key in keys:
-        was: CellBefore = cell_of(old.support[key]) if old else "unused"
-        is_now: CellBefore = cell_of(new.support[key]) if new else "unused"
+        was = is_now = _UNUSED
+        if old:
+            was = cell_of(old.support[key])
+        if new:
+            is_now = cell_of(new.support[key])
         if sign * (_RANKS.get(is_now, 0) - _RANKS.get(was, 0)) > 0:
             changed[key] = CellChange(old=was, new=is_now)
     if not changed:
@@ -293,12 +297,10 @@ def _side(found: Coverage) -> CoverageSide:
 
 
 def _warnings(old: Coverage, new: Coverage) -> Iterator[str]:
-    for what, name in (
-        ("device", "device"),
-        ("torch of the catalog", "torch"),
-        ("evidence", "evidence"),
-        ("torch of the tests", "recorded_torch"),
-    ):
+    # the names of fields, in the words of a report
+    conditions = {"device": "device", "torch of the catalog": "torch"}
+    conditions |= {"evidence": "evidence", "torch of the tests": "recorded_torch"}
+    for what, name in conditions.items():
         if getattr(old, name) != getattr(new, name):
             yield f"{what} {getattr(old, name)} → {getattr(new, name)}"
     for side, other, which in ((old, new, "old"), (new, old, "new")):
@@ -318,20 +320,16 @@ def _is_autocast(key: str) -> bool:
 
 def fix_of(use: OpUse, key: str, found: Coverage) -> str:
     """What to do about a gap, and the release of torch that fixes it, if the catalog knows that."""
-    precision, autocast = PRECISIONS.find(key), _is_autocast(key)
-    advice = "give it fp32 inputs" if autocast else WITHOUT_KERNEL
+    precision, autocast, advice = PRECISIONS.find(key), _is_autocast(key), WITHOUT_KERNEL
+    if autocast:
+        advice = "give it fp32 inputs"
     op, phases = use.op, ["forward", "backward"]
     if use.phase == "backward":  # the formula fails, not an operator: the catalog has it by the function
         op, phases = f"torch.{next(iter(use.support[key].shown_by), use.op)}", ["backward"]
     try:
         dtype = precision.format.name if precision else key
-        fixes = (
-            find_fix(op, device=found.device, dtype=dtype, torch=found.torch, phase=phase, autocast=autocast)
-            for phase in phases
-        )
-        fix = next(filter(None, fixes), None)
+        about = {"device": found.device, "dtype": dtype, "torch": found.torch}
+        fixes = (find_fix(op, phase=phase, autocast=autocast, **about) for phase in phases)
+        return f"{advice}{fill('; {}', next(filter(None, fixes), None))}"
     except UsageError:  # a release or a dtype that this catalog does not have
         return advice
-    if fix:
-        return f"{advice}; {fix}"
-    return advice

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from lowprec_check.analysis.error_shares import trusted_budget
@@ -16,7 +16,7 @@ from lowprec_check.schema.module_paths import is_inside, module_around
 from lowprec_check.schema.op_calls import PRODUCTS, OpCall
 from lowprec_check.schema.plan import Blame, Constant
 from lowprec_check.schema.scan_result import Gap, Run
-from lowprec_check.schema.statements import percent, short_op
+from lowprec_check.schema.statements import fill, percent, short_op
 
 LEAST_CAUSE = 0.001
 """A module with a smaller share of the error is not said to cause it."""
@@ -65,11 +65,11 @@ def suspects(run: Run) -> Suspects:
         added[row.module] = max(added.get(row.module, 0.0), adds)
     certain = list(dict.fromkeys(failing))
     causes = causes_of(run)
-    shares = causes.shares if causes is not None else {}
-    likely = sorted((path for path in added if path), key=lambda path: (-shares.get(path, 0.0), -added[path]))
+    shares: Mapping[str, float] = {}
     guess = None
     if causes is not None:
-        guess = _with_hidden(causes, run)
+        shares, guess = causes.shares, _with_hidden(causes, run)
+    likely = sorted((path for path in added if path), key=lambda path: (-shares.get(path, 0.0), -added[path]))
     lowering = frozenset(row.module for row in run.op_calls.rows() if _lowers(row, run))
     return Suspects([path for path in certain if path], likely, "" in certain, causes, guess, lowering)
 
@@ -115,25 +115,21 @@ def _with_hidden(causes: Causes, run: Run) -> Causes | None:
                 hidden[row.module] += guessed**2
     if not hidden:
         return None
-    if run.is_autocast:
-        shares = _by_producer(run)
-    else:
-        shares = dict(causes.shares)
+    shares = _by_producer(run) if run.is_autocast else dict(causes.shares)
     for module, square in hidden.items():
         shares[module] = shares.get(module, 0.0) + square / causes.error**2
     return Causes(causes.error, shares)
 
 
 def _by_producer(run: Run) -> dict[str, float]:
-    """The shares of modules under autocast, where an op rounds its result only if its inputs come
-    from one that runs in 16 bits: the rounding between modules counts for the module of the last
-    such op before it.
-    """
+    """Shares under autocast, where roundings between modules are due to the last product before."""
     assert run.budget is not None
+    # an op rounds its result only if its inputs come from an op in 16 bits
     places: dict[tuple[str, str | None], list[tuple[OpCall, str]]] = defaultdict(list)
     producer = ""
     for row in run.op_calls.rows():
-        producer = row.module if PRODUCTS.search(row.op) else producer
+        if PRODUCTS.search(row.op):
+            producer = row.module
         places[row.op, row.source].append((row, producer))
     shares: dict[str, float] = defaultdict(float)
     for share in run.budget.shares:
@@ -154,25 +150,22 @@ def _by_producer(run: Run) -> dict[str, float]:
 
 
 def blame(runs: Sequence[Run], keep: Sequence[str], untried: Collection[str] = ()) -> list[Blame]:
-    """For each kept module the op at fault, from the first of ``runs`` that shows one; none is
-    inside another. The model was not tried with one of ``untried`` in low precision.
-    """
+    """For each module of ``keep`` (none inside another) why, from the first run that shows it."""
     kept = frozenset(keep)
     gaps = [_by_module(failing_gaps(run), kept) for run in runs]
     rows = [_by_module(run.op_calls.rows(), kept) for run in runs]
 
-    def found(module: str) -> Blame:
+    def blame_of(module: str) -> Blame:
         inside = zip(runs, gaps, rows, strict=True)
-        faults = (_first_fault(run, module, its[module], calls[module]) for run, its, calls in inside)
+        faults = (_first_fault(run, module, failing[module], calls[module]) for run, failing, calls in inside)
         fault = next((fault for fault in faults if fault is not None), None) or _largest_cause(module, runs)
-        by_trial = (
-            "kept where the search ended; not tried without it"
-            if module in untried
-            else "needed to pass, found by trial"
-        )
+        # nothing is known against it but that the model fails without it
+        by_trial = "needed to pass, found by trial"
+        if module in untried:
+            by_trial = "kept where the search ended; not tried without it"
         return fault or Blame(module=module, why=by_trial)
 
-    return [found(module) for module in keep]
+    return [blame_of(module) for module in keep]
 
 
 Located = TypeVar("Located", Gap, OpCall)
@@ -188,31 +181,30 @@ def _by_module(found: Iterable[Located], kept: Collection[str]) -> defaultdict[s
 
 
 def _largest_cause(module: str, runs: Sequence[Run]) -> Blame | None:
-    """The largest share inside ``module``, from the first budget in which it matters, else from
-    that in which it is largest; a small one, or one of an error that is tolerated, may not be why
-    it is needed if the model fails otherwise too.
-    """
+    """The largest share inside ``module``, from the first budget in which it matters."""
+    # an error that is tolerated is not why the module is needed, if ops fail too
     budgets = [None if failing_gaps(run) and _is_accurate(run) else trusted_budget(run) for run in runs]
-    shares = [[share for share in its.shares if is_inside(share.module, module)] if its else [] for its in budgets]
-    sums = [sum(share.share for share in its) for its in shares]
+    shares = [[s for s in budget.shares if is_inside(s.module, module)] if budget else [] for budget in budgets]
+    sums = [sum(share.share for share in inside) for inside in shares]
     largest = max(range(len(sums)), key=sums.__getitem__, default=None)
     index = next((index for index, total in enumerate(sums) if total >= MATTERS), largest)
-    if index is None or sums[index] < (MATTERS if any(map(failing_gaps, runs)) else LEAST_CAUSE):
+    # nor is a small share, then
+    least = MATTERS if any(map(failing_gaps, runs)) else LEAST_CAUSE
+    if index is None or sums[index] < least:
         return None
     cause = max(shares[index], key=lambda share: share.share)
     share = percent(sums[index]) if sums[index] < 1 else "all"  # more where others cancel a part
-    why = f"has {share} of the error{' that is left by the others' if index else ''}"
+    why = f"has {share} of the error{fill(' that is left by the others', index)}"
     if cause.share > sums[index] - MATTERS:
         return Blame(module=module, why=why, op=cause.op, source=cause.source)
-    at = ""
-    if cause.source:
-        at = f" at {cause.source}"
+    at = fill(" at {}", cause.source)
     return Blame(module=module, why=f"{why}, {percent(cause.share)} from {short_op(cause.op)}{at}")
 
 
 def _is_accurate(run: Run) -> bool:
-    error = run.budget.measured if run.budget is not None else None
-    return error is not None and run.tolerance is not None and error <= run.tolerance
+    if run.budget is None or run.budget.measured is None or run.tolerance is None:
+        return False
+    return run.budget.measured <= run.tolerance
 
 
 def at_fault(run: Run, module: str) -> Blame | None:
@@ -237,26 +229,18 @@ def _first_fault(run: Run, module: str, gaps: Iterable[Gap], rows: Iterable[OpCa
 
 def constants(run: Run) -> list[Constant]:
     """Constants in the code that do not fit the dtype of ``run``, each with its replacement."""
-    dtype = run.format.dtype if run.format else None
-    return [
-        Constant(
-            module=gap.module,
-            op=gap.op,
-            source=gap.source,
-            value=gap.constant,
-            use=f"torch.finfo({dtype}).{'max' if gap.constant and gap.constant > 0 else 'min'}",
-        )
-        for gap in run.gaps
-        if gap.kind == "scalar-overflow" and dtype is not None
-    ]
+    if run.format is None:
+        return []
+    found = []
+    for gap in run.gaps:
+        if gap.kind == "scalar-overflow":
+            limit = "max" if gap.constant and gap.constant > 0 else "min"
+            use = f"torch.finfo({run.format.dtype}).{limit}"
+            found.append(Constant(module=gap.module, op=gap.op, source=gap.source, value=gap.constant, use=use))
+    return found
 
 
 def kept_because(found: Blame) -> str:
     """Why a plan keeps a module in fp32: ``linalg_inv_ex has no kernel (net.py:24)``."""
-    if found.op:
-        what = f"{short_op(found.op)} {found.why}"
-    else:
-        what = found.why
-    if found.source:
-        return f"{what} ({found.source})"
-    return what
+    op = fill("{} ", found.op and short_op(found.op))
+    return f"{op}{found.why}{fill(' ({})', found.source)}"

@@ -15,6 +15,7 @@ from lowprec_check.schema.axes import device_type
 from lowprec_check.schema.findings import Prefer, Recommendation
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import ModelInfo, Run, ScanResult
+from lowprec_check.schema.statements import fill
 from lowprec_check.schema.training import TrainingPhase, TrainingSetup, TrainingWay
 from lowprec_check.schema.ways_to_train import DEFAULT_SCALE, WAYS
 
@@ -49,59 +50,54 @@ def training_code(
     what trains there, or its step. ``keep_fp32`` and ``untied`` as in
     :func:`~lowprec_check.analysis.snippet.snippet`.
     """
-    switch = None
-    if not keep_fp32:
-        switch = _switch(key, setup, way)
-    if switch is not None:
+    switch = _switch(key, setup, way)
+    if not keep_fp32 and switch is not None:
         return switch
     found = prepare(key, model, keep_fp32, untied, torch_version=torch_version)
     found = found._replace(imports=[*found.imports, *way.declared.imports])
     class_code, device = way.declared.class_code(), device_type(key.device)
-    updates = [_updates(way, setup, device, number) for number in range(len(setup.optimizers))] or [
-        _updates(way, setup, device)
-    ]
-    lines = []
-    if class_code:
-        lines = ["", class_code, "", ""]
+    updates = [_updates(way, setup, device, number) for number in range(len(setup.optimizers))]
+    updates = updates or [_updates(way, setup, device)]
+    # what is defined before the loop
+    lines = ["", class_code, "", ""] if class_code else []
     has_optimizer = _uses_optimizer(way, setup)
     lines += [line for line in setup.loss_setup if not (has_optimizer and line.startswith("def optimizer_like"))]
     if any(line.startswith("targets =") for line in setup.loss_setup):
         lines += convert_targets(found.conversion)
-    lines += ["parameters = [p for p in model.parameters() if p.requires_grad]"] * (
-        not setup.optimizers and (not has_optimizer or bool(setup.clip_code))
-    )
+    if not setup.optimizers and (not has_optimizer or setup.clip_code):
+        lines.append("parameters = [p for p in model.parameters() if p.requires_grad]")
     scaler = _scaler(way, device)
-    lines += [*([f"scaler = {scaler}"] if scaler else []), *(line for one in updates for line in one.before)]
+    if scaler:
+        lines.append(f"scaler = {scaler}")
+    lines += [line for update in updates for line in update.before]
     if setup.average_code:
         lines.append(f"average = {setup.average_code}")
     forward = [*found.inside, f"output = {model.call}", f"step_loss = {setup.loss_code or 'loss(output)'}"]
     if found.autocast:
         forward = [f"with {found.autocast}:", *(f"    {line}" for line in forward)]
+    # one step: each phase clears gradients, computes a loss, and makes steps of its optimizers
     step = []
     for phase in setup.phases or [TrainingPhase(clears=[0], steps=[0])]:
         step += [*(updates[number].zero_grad for number in phase.clears), *forward, updates[0].backward]
         step += [line for number in phase.steps for line in updates[number].step]
-    step += ["scaler.update()"] if scaler else []
+    if scaler:
+        step.append("scaler.update()")
     if setup.average_code:
         step.append("average.update_parameters(model)")
-    had = "another batch for each"
-    if setup.batches:
-        had = f"{setup.batches} batches, in turn"
-    lines += [
-        f"for step in range({setup.steps}):{f'  # the scan had {had}' if setup.new_batches else ''}",
-        *(f"    {line}" for line in step),
-    ]
+    head = f"for step in range({setup.steps}):"
+    if setup.new_batches:
+        head += f"  # the scan had {fill('{} batches, in turn', setup.batches) or 'another batch for each'}"
+    lines += [head, *(f"    {line}" for line in step)]
     return "\n".join(found.with_lines(*lines))
 
 
 def _scaler(way: TrainingWay, device: str) -> str:
     """What makes the ``GradScaler``; empty without one."""
-    scale = ""
-    if way.initial_scale not in (None, DEFAULT_SCALE):
-        scale = f", init_scale={way.initial_scale}"
-    if way.initial_scale is not None:
-        return f'torch.amp.GradScaler("{device}"{scale})'
-    return ""
+    if way.initial_scale is None:
+        return ""
+    if way.initial_scale == DEFAULT_SCALE:
+        return f'torch.amp.GradScaler("{device}")'
+    return f'torch.amp.GradScaler("{device}", init_scale={way.initial_scale})'
 
 
 def _updates(way: TrainingWay, setup: TrainingSetup, device: str, number: int | None = None) -> _Updates:
@@ -114,6 +110,7 @@ def _updates(way: TrainingWay, setup: TrainingSetup, device: str, number: int | 
         parameters, made = of_group.format(given), made.replace("optimizer)", f"{given})")
         clips = [clip.replace("(parameters", f"({parameters}", 1) for clip in clips]
     scaler = _scaler(way, device)
+    # a class that wraps the optimizer does all of it, clipping in a hook of its own
     if class_code:
         kind = class_code.partition(":")[0].removeprefix("class ")
         make = "optimizer"
@@ -132,7 +129,10 @@ def _updates(way: TrainingWay, setup: TrainingSetup, device: str, number: int | 
         before = [f"{name} = {made}", *way.declared.optimizer_code(name)]
     if not scaler:
         return _Updates(before, f"{name}.zero_grad()", "step_loss.backward()", [*clips, f"{name}.step()"])
-    after = [*([f"scaler.unscale_({name})"] if clips else []), *clips, f"scaler.step({name})"]
+    # gradients are clipped as they are, not scaled
+    after = [*clips, f"scaler.step({name})"]
+    if clips:
+        after.insert(0, f"scaler.unscale_({name})")
     return _Updates(before, f"{name}.zero_grad()", "scaler.scale(step_loss).backward()", after)
 
 
@@ -151,16 +151,12 @@ _SWITCHES = {
 
 
 def _switch(key: RunKey, setup: TrainingSetup, way: TrainingWay) -> str | None:
-    """The argument that makes what trains in a script do as the run does; ``None`` if there is
-    none. None enters autocast to fp16 on a CPU.
-    """
+    """The argument with which a script's framework trains as the run does, if there is one."""
     name = {"autocast-bf16": "bf16", "autocast-fp16": "fp16"}.get(key.precision)
     code, is_bf16 = _SWITCHES.get(setup.framework), name == "bf16"
-    usual = (
-        way.declared.leaves_weights
-        and not way.declared.is_trap
-        and way.initial_scale == (None if is_bf16 else DEFAULT_SCALE)
-    )
+    scale = None if is_bf16 else DEFAULT_SCALE
+    usual = way.declared.leaves_weights and not way.declared.is_trap and way.initial_scale == scale
+    # none of these enters autocast to fp16 on a CPU
     if name is None or code is None or not usual or not (is_bf16 or device_type(key.device) == "cuda"):
         return None
     if setup.framework.endswith("lightning"):
@@ -199,11 +195,14 @@ def recommend_training(
     """The best way to train that passed, without its reason, which is made of statements; ``None``
     if none passed. ``environment`` as in :func:`~lowprec_check.analysis.recommend.recommend`.
 
-    1. Runs that passed as their user would write them (the first way), unless only plans did, and another way takes less memory: those under autocast, which keeps the weights in fp32,
-       before casts of the whole model, of them those for which what trains in a script has a switch; among these by the rules for
-       inference, with the distance of the weights as the error. Of ``GradScaler`` with its own and with the suggested scale, the one that skips fewer steps, or keeps more gradients.
-    2. If there is none, the other ways, in their order: autocast with ``GradScaler`` or the suggested scale, then those that keep more
-       bits of the weights than the model sees.
+    1. Runs that passed as their user would write them (the first way), unless only plans did, and
+       another way takes less memory: those under autocast, which keeps the weights in fp32, before
+       casts of the whole model, of them those for which what trains in a script has a switch; among
+       these by the rules for inference, with the distance of the weights as the error. Of
+       ``GradScaler`` with its own and with the suggested scale, the one that skips fewer steps, or
+       keeps more gradients.
+    2. If there is none, the other ways, in their order: autocast with ``GradScaler`` or the
+       suggested scale, then those that keep more bits of the weights than the model sees.
     """
     setup, best = result.training, _best(result, environment, prefer)
     if setup is None or best is None:
@@ -226,15 +225,13 @@ def _best(result: ScanResult, environment: Mapping[str, Any], prefer: Prefer) ->
             runs = [run for run in runs if setup and _switch(run.key, setup, first[run.key].way)] or runs
         best = best_of(runs, result.runs, environment, prefer, lambda run: first[run.key].distance)
         run, way = first[best.key]
-        other = None
-        if run.training:
-            other = run.training.way("grad-scaler-suggested")
-        if way.initial_scale is None or other is None or other.status != "ok":
+        # its own scale of GradScaler, or the suggested one
+        other = run.training.way("grad-scaler-suggested") if run.training else None
+        if way.initial_scale is None or run.training is None or other is None or other.status != "ok":
             return first[best.key]
-        scale = run.training.loss_scale if run.training else None
+        scale = run.training.loss_scale
         keeps_more = scale is not None and scale.scale == other.initial_scale and scale.underflow_unscaled >= FEW
-        mine, its = way.skipped_steps, other.skipped_steps
-        if its < mine or (its == mine and keeps_more):
+        if (other.skipped_steps, not keeps_more) < (way.skipped_steps, True):
             return Trained(run, other)
         return first[best.key]
     order = WAYS.names()

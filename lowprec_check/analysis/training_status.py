@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lowprec_check.analysis.run_summary import shorten
 from lowprec_check.schema.run_key import Phase
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.statements import Sentence, chained, plain, say
+from lowprec_check.schema.statements import Sentence, chained, fill, plain, say
 from lowprec_check.schema.training import (
     BEYOND,
     STALLED,
@@ -28,7 +28,9 @@ LOST = 0.1
 
 def ways_tried(run: Run) -> list[TrainingWay]:
     """The ways to train in its precision, the usual one first; empty if it was not trained."""
-    return run.training.ways if run.training is not None else []
+    if run.training is None:
+        return []
+    return run.training.ways
 
 
 def trained_runs(result: ScanResult) -> list[tuple[Run, TrainingRun]]:
@@ -59,12 +61,12 @@ def remedies(run: Run) -> list[str]:
 
     One that also works without a ``GradScaler`` is named once, and one that is a trap never.
     """
-    way, passing = first_way(run), [one.declared for one in passing_ways(run) if not one.declared.is_trap]
+    way, passing = first_way(run), [each.declared for each in passing_ways(run) if not each.declared.is_trap]
     if way is None or way.status == "ok":
         return []
-    unscaled = [one.updater for one in passing if one.updater and one.scale is None]
-    names = [one for one in passing if one.scale is None or one.updater not in unscaled]
-    return ["no GradScaler" if one.name == "plain" else one.words for one in names]
+    unscaled = [each.updater for each in passing if each.updater and each.scale is None]
+    remedies = [each for each in passing if each.scale is None or each.updater not in unscaled]
+    return ["no GradScaler" if each.name == "plain" else each.words for each in remedies]
 
 
 def way_text(name: str | None) -> str:
@@ -82,16 +84,14 @@ def steps_of(way: TrainingWay) -> int:
 
 
 def told(way: TrainingWay, setup: TrainingSetup) -> bool:
-    """Whether the steps tell that a way that does not pass trains worse than fp32: it fails, its
-    loss is beyond that of real other seeds, or its weights hardly move. If the weights differ in
-    another way and the loss is the same, it takes more steps to tell.
-    """
-    found = way.divergence
-    if way.status != "inaccurate" or found is None:
+    """Whether the steps tell that ``way`` trains worse than fp32."""
+    divergence = way.divergence
+    if way.status != "inaccurate" or divergence is None:
         return way.status != "ok"
-    if found.what == "loss":
+    # a loss counts against real other seeds; other weights with the same loss take more steps
+    if divergence.what == "loss":
         return setup.is_varied
-    return found.what != "weights" and found.value < STALLED
+    return divergence.what != "weights" and divergence.value < STALLED
 
 
 def distance_limit(run: Run, way: TrainingWay, setup: TrainingSetup) -> float | None:
@@ -123,8 +123,11 @@ def in_phase(phase: Phase | None) -> str:
 
 def when_raised(step: int | None, raised: ExceptionInfo | None) -> str:
     """``step 3, optimizer: ``, before an exception; without first step and forward pass."""
-    phase = raised.phase if raised is not None and raised.phase != "forward" else None
-    parts = [*([f"step {step}"] if step and step > 1 else []), *([phase] if phase else [])]
+    parts: list[str] = []
+    if step and step > 1:
+        parts.append(f"step {step}")
+    if raised is not None and raised.phase and raised.phase != "forward":
+        parts.append(raised.phase)
     if parts:
         return f"{', '.join(parts)}: "
     return ""
@@ -145,19 +148,23 @@ def nonfinite(way: TrainingWay) -> Sentence:
 
 def diverges(found: Divergence, way: TrainingWay) -> Sentence:
     """``loss diverges from step 3 (fc.weight): 2.01, 0.14 above its limit``."""
-    where = ""
-    if found.parameter:
-        where = f" ({found.parameter})"
+    where = fill(" ({})", found.parameter)
     if not found.step:
         return say("the loss differs from that of fp32 before the first step{where:text}", where=where)
     above = found.value > found.limit
     if found.what == "loss":
         after = next((loss for loss in way.losses[:1] if loss is not None), 0.0) + found.value
         beyond = abs(found.value - found.limit)
-        words = f"loss diverges from step {{step:number}}{{where:text}}: {{loss:loss}}, {{beyond:figure}} {'above' if above else 'below'} its limit"
+        side = "above" if above else "below"
+        words = (
+            f"loss diverges from step {{step:number}}{{where:text}}: {{loss:loss}}, {{beyond:figure}} {side} its limit"
+        )
         return say(words, step=found.step, where=where, loss=after, beyond=beyond)
     if found.what == "weights":
-        words = "weights diverge from step {step:number}{where:text}: {distance:error} from those of fp32, {part:percent} of the limit"
+        words = (
+            "weights diverge from step {step:number}{where:text}: "
+            "{distance:error} from those of fp32, {part:percent} of the limit"
+        )
         part = None
         if found.limit:
             part = found.value / found.limit
@@ -165,7 +172,11 @@ def diverges(found: Divergence, way: TrainingWay) -> Sentence:
     if found.stands_still:
         words = "{name:text} moves too little from step {step:number}: {moved:percent} as far as in fp32"
         return say(words, name=found.parameter or "", step=found.step, moved=found.value)
-    words = f"weights move too {'far' if above else 'little'} from step {{step:number}}{{where:text}}: {{moved:percent}} as far as in fp32, limit {{limit:percent}}"
+    how = "far" if above else "little"
+    words = (
+        f"weights move too {how} from step {{step:number}}{{where:text}}: "
+        "{moved:percent} as far as in fp32, limit {limit:percent}"
+    )
     return say(words, step=found.step, where=where, moved=found.value, limit=found.limit)
 
 
@@ -179,6 +190,7 @@ def remarks(way: TrainingWay, setup: TrainingSetup) -> Sentence | None:
         parts.append(nonfinite(way))
     elif way.divergence is not None:
         parts.append(diverges(way.divergence, way))
+    # what GradScaler did, and whether the time was enough
     if way.skipped_steps:
         parts.append(say("{skipped:count step} skipped", skipped=way.skipped_steps))
         scales = {"start": way.initial_scale, "end": way.final_scale}

@@ -129,7 +129,7 @@ def _since(cell: SupportCell) -> tuple[object, ...]:
 
 
 def _failures(cells: list[SupportCell]) -> list[str]:
-    """A line per reason why a dtype does not apply, and per failure, with the cells it occurs in."""
+    """A line per reason why a dtype does not apply, and per failure, with its cells."""
     reasons = [f"{SHORT[cell.dtype]} does not apply: {cell.not_applicable}" for cell in cells if cell.not_applicable]
     # one failure often occurs in many cells: it is shown once, with the first of them
     where: dict[str, list[str]] = {}

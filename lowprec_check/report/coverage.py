@@ -173,7 +173,7 @@ def coverage_diff_document(found: CoverageDiff) -> Document:
 
 
 def change_blocks(changes: Sequence[GapChange]) -> list[Block]:
-    """What changed of each gap; below a new one its lines, how it fails, what to do, and the tests."""
+    """What changed of each gap; below a new one its lines, reason, advice and tests."""
     blocks: list[Block] = []
     for change in changes[:_SHOWN]:
         precisions: dict[CellChange, list[str]] = {}

@@ -123,7 +123,8 @@ def _bits(fixing: Fixing) -> str:
     if outputs and gradients:
         return "On the given inputs in fp32, the output and the gradients are bit for bit those without the patch."
     if outputs:
-        return "On the given inputs in fp32, the output is bit for bit that without the patch; it has no gradients that could be compared."
+        same = "On the given inputs in fp32, the output is bit for bit that without the patch"
+        return f"{same}; it has no gradients that could be compared."
     return "Two calls of the model in fp32 differ, so it cannot be checked that the patch leaves fp32 as it is."
 
 

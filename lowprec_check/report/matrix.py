@@ -169,7 +169,7 @@ def why(cell: MatrixCell) -> str | None:
 
 
 def _runs(rows: list[MatrixRow], name_of: Callable[[MatrixRow], str]) -> Table:
-    """A row per run, which pages can sort and search: by error, speed and memory, op and finding."""
+    """A row per run, which pages can sort and search: by figures, op and finding."""
     heads = [
         Column("model"),
         Column("run", "run"),

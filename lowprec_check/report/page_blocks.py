@@ -198,8 +198,8 @@ def page_blocks(result: ScanResult) -> Iterator[Block]:
         shown = [*runs[: MOST_RUNS - 1], best]
     yield Heading("Op by op", anchor="details", detail="all")
     if len(shown) < len(runs):
-        hint = f"Lines and modules are shown for {len(shown)} of {len(runs)} runs, those that fail first; operators for all."
-        yield Say(hint, role="hint", detail="all")
+        hint = f"Lines and modules are shown for {len(shown)} of {len(runs)} runs, those that fail first"
+        yield Say(f"{hint}; operators for all.", role="hint", detail="all")
     code, drawn = source_table(result, shown), [(run, charts.error_along(run)) for run in shown]
     along = [Fold(label(run), [chart], open=run is shown[0]) for run, chart in drawn if chart is not None]
     parts: dict[str, Iterable[Block]] = {
@@ -383,7 +383,7 @@ def range_blocks(result: ScanResult, runs: Sequence[Run]) -> Iterator[Block]:
         reported = {(d.module, d.op, d.source) for d in result.diagnostics if d.code in RANGES and d.is_about(run)}
         if not reported or run.basis is None:
             continue
-        # besides what findings are about, calls that lose values or come within a factor of 4 of the limit
+        # what findings are about, and calls that lose values or come close to the limit
         limit, by_place, calls = run.basis.format.largest, dict[Any, Calls](), run.op_calls
         places = zip(calls.module, calls.op, calls.source, strict=True)
         values = zip(places, calls.introduced_inf, calls.flushed, calls.absmax, strict=True)

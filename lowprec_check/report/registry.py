@@ -43,7 +43,7 @@ class ReportFormat:
         return self.render(result)
 
     def lay_out(self, document: Document) -> str:
-        """Blocks in this format; only if :meth:`render` or :meth:`render_diff` is not overridden."""
+        """Blocks in this format; not needed if both :meth:`render` methods are overridden."""
         raise NotImplementedError
 
     def render_diff(self, diff: ScanDiff | CoverageDiff) -> str:
@@ -73,12 +73,12 @@ def diff_formats() -> list[str]:
 
 
 def suffixes(*, of_diffs: bool = False) -> list[str]:
-    """All suffixes, or those of the formats that can show the differences between two scans."""
+    """All suffixes, or those of the formats that can show differences."""
     return [suffix for each in FORMATS if each.renders_diffs or not of_diffs for suffix in each.suffixes]
 
 
 def format_of(path: Path) -> ReportFormat:
-    """The format of a file by its longest suffix; raises :class:`UsageError` if no format has it."""
+    """The format of a file by its longest suffix; raises :class:`UsageError` if none has it."""
     by_suffix: dict[str, ReportFormat] = {}
     for each in FORMATS:  # the built-in formats come first and keep their suffixes
         for suffix in each.suffixes:

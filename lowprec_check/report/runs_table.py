@@ -1,4 +1,4 @@
-"""The table of runs, and what some scans have beside it: quantized layers, predictions of formats."""
+"""The table of runs, and what some scans have beside it: quantized layers, predictions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _COLUMNS = (
     Column(
         "output error",
         "error",
-        "Relative L2 error of the output against fp32, ‖y − r‖ / ‖r‖. The bar is on a log scale from 1e-6 to 1; its tick is the tolerance.",
+        "Relative L2 error of the output against fp32, ‖y − r‖ / ‖r‖. "
+        "The bar is on a log scale from 1e-6 to 1; its tick is the tolerance.",
     ),
     Column("loss", "text", "The loss after the last step."),
     Column("gradient error", "text", "Relative L2 error of all gradients of the first step against fp32."),

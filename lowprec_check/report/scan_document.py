@@ -41,11 +41,14 @@ SHOWN_FINDINGS = 12
 """Groups of findings that a terminal shows."""
 
 _SHOWN_OTHERS = 3
-"""Reasons against other runs that follow the verdict; more of them are only in the table of runs."""
+"""Reasons against other runs that follow the verdict; the table of runs has them all."""
 
 CONDITIONS = "conditions"
 """The anchor of the last section of a page."""
-_ESTIMATED = "What goes with the module in fp32 and not with those inside it, by following each rounding error to the output. These add up to 1."
+_ESTIMATED = (
+    "What goes with the module in fp32 and not with those inside it, "
+    "by following each rounding error to the output. These add up to 1."
+)
 _MEASURED = "What went in a plain run with this module alone in fp32, with all inside. These overlap, and hold chance of that run."
 _LEAST_SHARE = 0.0005
 _SHOWN_MODULES = 8
@@ -289,7 +292,7 @@ def _advice(result: ScanResult, said: Sequence[Statement]) -> Iterator[Block]:
         yield CodeBlock(best.code)
 
 
-# -- A result at a prompt and in a notebook: ``repr(result)``, and the first screen of its report as HTML
+# -- A result at a prompt and in a notebook: ``repr(result)``, and its first screen as HTML
 
 
 def text(result: ScanResult) -> str:

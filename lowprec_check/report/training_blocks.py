@@ -1,4 +1,4 @@
-"""What a training scan found, as blocks: the ways to train, gradients, loss scales, lost updates."""
+"""What a training scan found, as blocks: ways to train, gradients, loss scales, lost updates."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ def _items(said: Sequence[Statement], kind: str, first: Sequence[str]) -> Iterat
 def _columns() -> tuple[Column, ...]:
     random = choices([way.words for way in WAYS if way.is_random])
     judged = (
-        "A way fails if, up to its last step, the change of its loss is outside the 99.5 % prediction interval of fp32 runs from other "
-        f"seeds, or its weights are more than {BEYOND:g} times as far from those of fp32 as in any such run (not judged with "
-        f"{random}, which is right on average), or move less or further."
+        "A way fails if, up to its last step, the change of its loss is outside the 99.5 % prediction interval of "
+        f"fp32 runs from other seeds, or its weights are more than {BEYOND:g} times as far from those of fp32 as in "
+        f"any such run (not judged with {random}, which is right on average), or move less or further."
     )
     return (
         Column("precision", "run"),

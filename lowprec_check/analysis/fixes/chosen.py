@@ -57,10 +57,10 @@ def compute_instead(state: State) -> bool:
 
 def shown_path(path: Path) -> str:
     """The path as a diff names it, relative to the current folder."""
-    shown = os.path.relpath(path)
-    if shown.startswith(".."):
+    relative = os.path.relpath(path)
+    if relative.startswith(".."):
         return str(path).lstrip(os.sep)
-    return shown
+    return relative
 
 
 def change_of(site: Site, fix: SourceFix, beside: Iterable[SourceFix] = ()) -> SourceChange:
@@ -71,7 +71,12 @@ def change_of(site: Site, fix: SourceFix, beside: Iterable[SourceFix] = ()) -> S
     )
     blocks = [b for b in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes() if b[0] != "equal"]
     first, last = (blocks[0], blocks[-1]) if blocks else (("", 0, 0, 0, 0),) * 2
-    op = short_op(site.op)
+    op: str | None = short_op(site.op)
+    if op in ("", "to_copy"):  # a cast is not what is computed in fp32
+        op = None
+    why = fix.why
+    if stays:
+        why = why.replace(" and cast back", "")
     return SourceChange(
         kind=fix.kind,
         file=shown_path(site.source.path),
@@ -79,25 +84,28 @@ def change_of(site: Site, fix: SourceFix, beside: Iterable[SourceFix] = ()) -> S
         end_line=max(last[2], first[1] + 1),
         before="".join(old[first[1] : last[2]]),
         after="".join(new[first[3] : last[4]]),
-        why=fix.why.replace(" and cast back", "") if stays else fix.why,
+        why=why,
         codes=tuple(sorted(site.codes)),
-        op=op if op not in ("", "to_copy") else None,  # a cast is not what is computed in fp32
+        op=op,
         precisions=tuple(sorted(site.precisions)),
     )
 
 
 def proven_by(before: Run, after: Run | None) -> Proven:
     """A precision before and after."""
-    further = (after or before).further_inputs
+    # without a run after the patch, it changes nothing
+    last, tried, failed = after or before, 0, 0
+    if last.further_inputs is not None:
+        tried, failed = last.further_inputs.tried, last.further_inputs.failed
     return Proven(
         precision=before.precision,
         before=before.status,
-        after=after.status if after is not None else before.status,
+        after=last.status,
         error_before=before.distance,
-        error_after=after.distance if after is not None else before.distance,
+        error_after=last.distance,
         tolerance=before.tolerance,
-        further=further.tried if further is not None else 0,
-        further_failed=further.failed if further is not None else 0,
+        further=tried,
+        further_failed=failed,
     )
 
 
@@ -105,6 +113,6 @@ def compared_with_plan(plan: Plan | None, changes: Sequence[SourceChange]) -> st
     """How much a plan keeps in fp32, and how much a patch changes; ``None`` if there is no plan."""
     if plan is None:
         return None
-    kept, lines = number_of(plan.keep_fp32, plan.modules), sum(change.end_line - change.line + 1 for change in changes)
-    modules, changed = counted(kept, "module"), counted(lines, "line")
+    lines = sum(change.end_line - change.line + 1 for change in changes)
+    modules, changed = counted(number_of(plan.keep_fp32, plan.modules), "module"), counted(lines, "line")
     return f"A plan from {plan.base} keeps {modules} in fp32; the patch changes {changed}"

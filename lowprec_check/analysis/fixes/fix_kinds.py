@@ -11,6 +11,7 @@ from lowprec_check.analysis.fixes.fp32_fixes import custom_functions, in_fp32, s
 from lowprec_check.analysis.fixes.scene import Scene, Site, SourceFix, is_plain, torch_in, wrapped
 from lowprec_check.analysis.fixes.source_text import Edit, SourceText
 from lowprec_check.schema.precisions import FP32
+from lowprec_check.schema.statements import fill
 
 _FACTORIES = (
     *("zeros", "ones", "full", "empty", "eye", "arange", "linspace", "logspace", "rand", "randn"),
@@ -25,11 +26,9 @@ def constants(site: Site, scene: Scene) -> Iterator[SourceFix]:
     """A number that overflows or becomes zero in the dtype: the limit of the dtype instead."""
     largest, smallest = site.format
     torch, imports = torch_in(site.source)
-    inside = [
-        n
-        for n in ast.walk(site.node)
-        if isinstance(n, ast.expr) and not isinstance(site.source.parents.get(n), ast.UnaryOp)
-    ]
+    # -1e5 is one number, not a sign and a number
+    inside = [n for n in ast.walk(site.node) if isinstance(n, ast.expr)]
+    inside = [n for n in inside if not isinstance(site.source.parents.get(n), ast.UnaryOp)]
     inside.sort(key=site.source.span)
     for node in inside:
         number = scene.number(node)
@@ -42,22 +41,19 @@ def constants(site: Site, scene: Scene) -> Iterator[SourceFix]:
             return
         span, text = site.source.span(node), site.source.segment(node)
         if largest < abs(number) < float("inf"):
+            end, choose = "max", "min"
             if number < 0:
-                end, choose = ("min", "max")
-            else:
-                end, choose = ("max", "min")
+                end, choose = "min", "max"
             limit = f"{torch}.finfo({dtype}).{end}"
             why = f"{number:g} does not fit: use the limit of the dtype"
-            is_limit = abs(number) >= FP32.largest  # else fp32 would compute with another number
             new = limit
-            if not is_limit:
+            if abs(number) < FP32.largest:  # else fp32 would compute with another number
                 new = f"{choose}({text}, {limit})"
             yield SourceFix("constant", why, node, edits=(Edit(*span, new), *imports))
         elif number in site.numbers and 0 < abs(number) < smallest:
             why = f"{number:g} becomes zero: at least the smallest normal number of the dtype"
-            yield SourceFix(
-                "constant", why, node, edits=(Edit(*span, f"max({text}, {torch}.finfo({dtype}).tiny)"), *imports)
-            )
+            edit = Edit(*span, f"max({text}, {torch}.finfo({dtype}).tiny)")
+            yield SourceFix("constant", why, node, edits=(edit, *imports))
     yield from _default_argument(site, scene, torch, imports)
 
 
@@ -69,26 +65,23 @@ def _default_argument(site: Site, scene: Scene, torch: str, imports: tuple[Edit,
         return
     module, _, name = callee.name.rpartition(".")
     try:
-        known = inspect.signature(getattr(sys.modules.get(module), name)).parameters.values()
-    except (AttributeError, TypeError, ValueError):
+        parameters = inspect.signature(getattr(sys.modules.get(module), name)).parameters.values()
+    except (AttributeError, TypeError, ValueError):  # a function in C has no signature
         return
-    for parameter in known:
+    for parameter in parameters:
         value = parameter.default
         if isinstance(value, float) and value in site.numbers and parameter.name not in {k.arg for k in node.keywords}:
+            why = f"the default {parameter.name} of {value:g} becomes zero"
             limit = f"max({value!r}, {torch}.finfo({dtype}).tiny)"
-            yield SourceFix(
-                "constant",
-                f"the default {parameter.name} of {value:g} becomes zero",
-                node,
-                edits=(keyword(site.source, node, f"{parameter.name}={limit}"), *imports),
-            )
+            edits = (keyword(site.source, node, f"{parameter.name}={limit}"), *imports)
+            yield SourceFix("constant", why, node, edits=edits)
 
 
 def keyword(source: SourceText, call: ast.Call, text: str) -> Edit:
     """``text`` as the last argument of a call."""
     values = [*call.args, *(each.value for each in call.keywords)]
     end = max((source.outer(value)[1] for value in values), default=source.call_opens(call) + 1)
-    return Edit(end, end, f", {text}" if values else text, 1 << 30)
+    return Edit(end, end, f"{fill(', ', values)}{text}", 1 << 30)
 
 
 # -- Mixed dtypes
@@ -103,23 +96,18 @@ def factories(site: Site, scene: Scene) -> Iterator[SourceFix]:
     for node in ast.walk(function or site.source.tree):
         if isinstance(node, ast.Call) and site.source.span(node)[0] < here[1]:
             callee, seen = scene.callee(node), scene.low.get(node)
-            is_factory = (
-                callee is not None and callee.kind == "callable" and callee.name.rpartition(".")[2] in _FACTORIES
-            )
-            if (
-                is_factory
-                and seen is not None
-                and seen.dtypes == ("float32",)
-                and not any(map(scene.is_low, node.args))
-            ):
+            if callee is None or callee.kind != "callable" or callee.name.rpartition(".")[2] not in _FACTORIES:
+                continue
+            # one that gets 16 bits makes them too
+            if seen is not None and seen.dtypes == ("float32",) and not any(map(scene.is_low, node.args)):
                 made.append(node)
     for node in made:
         dtype = scene.dtype_of(node)
         if dtype is None:
             continue
-        given = next((k.value for k in node.keywords if k.arg == "dtype"), None)
-        if given is not None:
-            edit = Edit(*site.source.span(given), dtype)
+        argument = next((k.value for k in node.keywords if k.arg == "dtype"), None)
+        if argument is not None:
+            edit = Edit(*site.source.span(argument), dtype)
         else:
             edit = keyword(site.source, node, f"dtype={dtype}")
         yield SourceFix("dtype", "made in the dtype of the input, not always in fp32", node, edits=(edit,))
@@ -130,24 +118,21 @@ def casts(site: Site, scene: Scene) -> Iterator[SourceFix]:
     if not site.mismatch:
         return
     node, callee = site.node, scene.callee(site.node)
-    given = [each for each in scene.operands(node) if scene.is_wide(each)]
-    low = [each for each in scene.operands(node) if scene.is_low(each) and each not in given]
+    wide = [each for each in scene.operands(node) if scene.is_wide(each)]
+    low = [each for each in scene.operands(node) if scene.is_low(each) and each not in wide]
+    # the dtype that it meets: that of a module's weights, or of another operand
     dtype = None
     if isinstance(node, ast.Call) and callee is not None and callee.kind == "module" and callee.name:
         dtype = f"{site.source.segment(node.func)}.{callee.name}.dtype"
-        given = given or [each for each in scene.operands(node) if each not in scene.low]
-    elif low:
-        plain = next((each for each in low if is_plain(each)), None)
-        if plain is not None:
-            dtype = f"{site.source.segment(plain)}.dtype"
-        else:
-            dtype = scene.dtype_of(node)
+        wide = wide or [each for each in scene.operands(node) if each not in scene.low]
+    elif plain := next(filter(is_plain, low), None):
+        dtype = f"{site.source.segment(plain)}.dtype"
     else:
         dtype = scene.dtype_of(node)
-    if given and dtype is not None:
-        edits = [edit for each in given for edit in wrapped(site.source, each, f".to({dtype})")]
+    if wide and dtype is not None:
+        edits = [edit for each in wide for edit in wrapped(site.source, each, f".to({dtype})")]
         yield SourceFix("cast", "cast to the dtype that it meets", node, edits=tuple(edits))
-    if low and given:
+    if low and wide:
         yield SourceFix("cast", "computed in fp32, as its other operand is", node, frozenset(low))
 
 

@@ -50,7 +50,7 @@ def distance_of(runs: Iterable[Run]) -> tuple[float, float]:
         if run.further_inputs is not None and run.further_inputs.tried:
             rank += 0.5 * run.further_inputs.failed / run.further_inputs.tried
         if run.status != "ok":
-            error += min(run.distance, 1e3) if run.distance is not None else 1e3
+            error += 1e3 if run.distance is None else min(run.distance, 1e3)
     return rank, error
 
 
@@ -80,11 +80,10 @@ class PatchedFile:
             if isinstance(node, ast.AugAssign) and moved(self.source.span(node), self.edits) == (start, end):
                 return node
         # a method on a line of its own starts there, not where the expression does
-        ending = [
-            n for each, n in self.nodes.items() if each[1] == end and each[0] <= start and isinstance(n, ast.Call)
-        ]
-        if ending:
-            return max(ending, key=lambda node: self.source.span(node)[0])
+        ending = [node for span, node in self.nodes.items() if span[1] == end and span[0] <= start]
+        calls = [node for node in ending if isinstance(node, ast.Call)]
+        if calls:
+            return max(calls, key=lambda node: self.source.span(node)[0])
         inside = [each for each in self.nodes if start <= each[0] and each[1] <= end]
         if not inside:  # a cast behind the last line of an expression
             last = max((each[1] for each in self.nodes if each[1] <= start), default=None)
@@ -97,15 +96,15 @@ class PatchedFile:
     def original_line(self, line: int) -> int:
         """The number that a line of the changed text has in the original."""
         start = self._lines.starts[line - 1]
-        known = [(span[0], node) for span, node in self.nodes.items() if span[0] >= start]
-        if known:
-            return min(known, key=lambda each: each[0])[1].lineno
+        behind = [(span[0], node) for span, node in self.nodes.items() if span[0] >= start]
+        if behind:
+            return min(behind, key=lambda each: each[0])[1].lineno
         return line
 
     def by_node(self, places: Mapping[str, SeenValue]) -> dict[ast.AST, SeenValue]:
         """What the original's expressions gave, by their places in the changed text."""
-        found = ((self.nodes.get(self._span(place)), seen) for place, seen in places.items())
-        return {node: seen for node, seen in found if node is not None}
+        nodes = ((self.nodes.get(self._span(place)), seen) for place, seen in places.items())
+        return {node: seen for node, seen in nodes if node is not None}
 
     def _span(self, span: str) -> Span:
         start, end = (self._lines.offset(*map(int, part.split(":"))) for part in span.split("-"))
@@ -134,9 +133,10 @@ class OwnFiles:
         path = path.resolve()
         if "site-packages" in path.parts or "dist-packages" in path.parts:
             return "the file is in an installed package"
-        for found in self._known.values():
-            if isinstance(found, SourceText) and found.path == path:
-                return found
+        # reports may name one file in two ways
+        for source in self._known.values():
+            if isinstance(source, SourceText) and source.path == path:
+                return source
         try:
             return SourceText(path)
         except (OSError, SyntaxError, ValueError) as error:
@@ -156,10 +156,10 @@ def culprits(run: Run) -> list[Culprit]:
         if not shares:
             shares = sorted(rows, key=lambda row: row.local_error or 0.0, reverse=True)[:4]
         found += [Culprit(row) for row in shares]
-        rounded = []
-        if run.budget is not None:
-            rounded = [its for its in run.budget.shares if its.op == CAST_INPUT]
-        found += [Culprit(OpCall(CAST_INPUT)) for its in rounded if its.share >= LEAST_SHARE]
+        listed = run.budget.shares if run.budget is not None else []
+        rounded = [share for share in listed if share.op == CAST_INPUT and share.share >= LEAST_SHARE]
+        found += [Culprit(OpCall(CAST_INPUT)) for _ in rounded]
+        # of too many places, those with the largest shares, and constants
         if len({each.row.exact_place for each in found}) > MOST_SITES:
             found.sort(key=lambda each: (each.row.share or 0.0) + (each.number is not None), reverse=True)
     position = {id(row): index for index, row in enumerate(rows)}
@@ -171,17 +171,17 @@ def _failing(run: Run, rows: list[OpCall]) -> Iterator[Culprit]:
     for gap in failing_gaps(run):
         if gap.phase != "forward":
             continue
-        known = [row for row in rows if row.place == gap.place and row.outcome != "ok"]
-        known = known or [OpCall(gap.op, gap.module, gap.source, caller=gap.caller)]
-        yield from (Culprit(row, gap.kind == "dtype-mismatch", gap.constant) for row in known)
+        calls = [row for row in rows if row.place == gap.place and row.outcome != "ok"]
+        calls = calls or [OpCall(gap.op, gap.module, gap.source, caller=gap.caller)]
+        yield from (Culprit(row, gap.kind == "dtype-mismatch", gap.constant) for row in calls)
 
 
 def _why_cast(row: OpCall) -> str:
     """Why the cast of an input is left alone."""
-    does_not_fit = row.gives_nonfinite or row.flushes  # rounding is relative: no scale changes it
-    return "the input is cast before the model runs: pass it in fp32" + (
-        ", or scale it before the cast" if does_not_fit else ""
-    )
+    reason = "the input is cast before the model runs: pass it in fp32"
+    if row.gives_nonfinite or row.flushes:  # rounding is relative: no scale changes it
+        reason += ", or scale it before the cast"
+    return reason
 
 
 class Sites:
@@ -201,10 +201,9 @@ class Sites:
             codes = {each.code for each in about if (each.op, each.source) == (row.op, row.source)}
             node = _why_cast(row) if row.op.startswith(CAST_INPUT) else self.located(row)
             if isinstance(node, str):
-                key = row.source, short_op(row.op)
-                self.left_alone.setdefault(
-                    key, LeftAlone(source=row.source, op=short_op(row.op), reason=node, codes=tuple(sorted(codes)))
-                )
+                op = short_op(row.op)
+                left_alone = LeftAlone(source=row.source, op=op, reason=node, codes=tuple(sorted(codes)))
+                self.left_alone.setdefault((row.source, op), left_alone)
                 continue
             source, expression = node
             if expression not in new and len(new) >= MOST_SITES:
@@ -232,6 +231,7 @@ class Sites:
             return f"{short_op(row.op)} is not one expression of that line"
         if isinstance(node, str):
             return node
+        # TorchScript reads the source of a function or class itself
         scripted = source.around(node, (ast.FunctionDef, ast.ClassDef))
         while scripted is not None:
             if any("script" in ast.unparse(d) for d in getattr(scripted, "decorator_list", [])):
@@ -258,21 +258,20 @@ _SIGNS: dict[str, type[ast.operator]] = {
 def _by_name(source: SourceText, line: int, op: str) -> ast.AST | str | None:
     """The one expression at a line that may be the op: Python 3.10 gives only the line."""
     name = op.split(".")[1 if op.startswith("aten.") else -1].strip("_")
-    statements = [
-        n for n in ast.walk(source.tree) if isinstance(n, ast.stmt) and n.lineno <= line <= (n.end_lineno or 0)
-    ]
+    statements = [n for n in ast.walk(source.tree) if isinstance(n, ast.stmt)]
+    statements = [n for n in statements if n.lineno <= line <= (n.end_lineno or 0)]
     if not statements:
         return None
+    # the innermost, of those that start last the shortest
     statement = max(statements, key=lambda each: (each.lineno, -(each.end_lineno or 0)))
     sign = _SIGNS.get(name)
     inside: list[ast.AST] = [n for n in ast.walk(statement) if isinstance(n, (ast.Call, ast.BinOp))]
     calls = [n for n in inside if isinstance(n, ast.Call)]
-    named: list[ast.AST] = [
-        n for n in calls if ast.unparse(n.func).rpartition(".")[2].strip("_") in (name, name.rpartition("_")[2])
-    ]
+    names = (name, name.rpartition("_")[2])
+    named: list[ast.AST] = [n for n in calls if ast.unparse(n.func).rpartition(".")[2].strip("_") in names]
     if sign is not None:
-        named += [n for n in inside if isinstance(n, ast.BinOp) and isinstance(n.op, sign)]
-        named += [statement] if isinstance(statement, ast.AugAssign) and isinstance(statement.op, sign) else []
+        operations = [n for n in (*inside, statement) if isinstance(n, (ast.BinOp, ast.AugAssign))]
+        named += [n for n in operations if isinstance(n.op, sign)]
     if len(named) > 1:
         return f"several calls of {short_op(op)} in one line"
     if named:

@@ -19,13 +19,13 @@ def scaled(site: Site, scene: Scene) -> Iterator[SourceFix]:
         return
     operands = scene.operands(node)
     divides = isinstance(parent.op, ast.Div) and scene.number(parent.right) not in (None, 0.0)
-    is_product = (isinstance(node, ast.BinOp) and isinstance(node.op, (ast.MatMult, ast.Mult))) or bool(
-        PRODUCTS.search(site.op)
-    )
+    is_sign = isinstance(node, ast.BinOp) and isinstance(node.op, (ast.MatMult, ast.Mult))
+    is_product = is_sign or bool(PRODUCTS.search(site.op))
     if not (divides and is_product and operands and seen and seen.absmax and seen.absmax > largest) or largest > 1e6:
         return
     if isinstance(node, ast.Call) and (scene.callee(node) or seen).kind == "module":
         return
+    # with room for a factor of 8
     power, top = 0, seen.absmax
     while top > largest / 8:
         power, top = power + 1, top / 2
@@ -35,36 +35,34 @@ def scaled(site: Site, scene: Scene) -> Iterator[SourceFix]:
     edits = [Edit(start, start, "(", start - end), Edit(end, end, text, end - start)]
     start, end = site.source.outer(parent.right)
     edits += [Edit(start, start, "(", start - end), Edit(end, end, text, end - start)]
-    yield SourceFix(
-        "scale", f"multiplied by 2**-{power} before, and the divisor with it, which is exact", node, edits=tuple(edits)
-    )
+    why = f"multiplied by 2**-{power} before, and the divisor with it, which is exact"
+    yield SourceFix("scale", why, node, edits=tuple(edits))
 
 
 def custom_functions(site: Site, scene: Scene) -> Iterator[SourceFix]:
     """An op in a ``torch.autograd.Function`` under autocast: torch's own decorators."""
     del scene
     owner = site.source.around(site.node, ast.ClassDef)
-    if (
-        not site.autocasts
-        or not isinstance(owner, ast.ClassDef)
-        or not any("Function" in ast.unparse(b) for b in owner.bases)
-    ):
+    if not site.autocasts or not isinstance(owner, ast.ClassDef):
+        return
+    if not any("Function" in ast.unparse(base) for base in owner.bases):
         return
     torch, imports = torch_in(site.source)
     methods = {m.name: m for m in owner.body if isinstance(m, ast.FunctionDef)}
     edits = []
-    for name, decorator in (
-        ("forward", f'custom_fwd(device_type="{site.device}", cast_inputs={torch}.float32)'),
-        ("backward", f'custom_bwd(device_type="{site.device}")'),
-    ):
-        if name not in methods or not methods[name].decorator_list:
+    decorators = {
+        "forward": f'custom_fwd(device_type="{site.device}", cast_inputs={torch}.float32)',
+        "backward": f'custom_bwd(device_type="{site.device}")',
+    }
+    for name, decorator in decorators.items():
+        method = methods.get(name)
+        # both are static methods, so they have a decorator already
+        if method is None or not method.decorator_list:
             return
-        if any("custom_" in ast.unparse(d) for d in methods[name].decorator_list):
+        if any("custom_" in ast.unparse(d) for d in method.decorator_list):
             return
-        at = methods[name]
-        last = at.decorator_list[-1]
-        text = f"{site.source.indent_of(at)}@{torch}.amp.{decorator}"
-        edits.append(site.source.lines_behind(last, [text]))
+        text = f"{site.source.indent_of(method)}@{torch}.amp.{decorator}"
+        edits.append(site.source.lines_behind(method.decorator_list[-1], [text]))
     yield SourceFix("custom_fwd", "computes in fp32 under autocast", owner, edits=(*edits, *imports))
 
 
@@ -76,19 +74,20 @@ def in_fp32(site: Site, scene: Scene) -> Iterator[SourceFix]:
         return
     if not isinstance(node, ast.expr):
         return
+    # the expressions around it that compute with torch alone
     chain = [node]
     while isinstance(parent := source.parents.get(chain[-1]), ast.expr) and scene.is_torch_op(parent):
         if parent not in scene.fp32 and not isinstance(parent, ast.Attribute):
             break
         chain.append(parent)
+    # back as soon as the values fit, else as late as possible, else not at all
     fitting = [each for each in chain if _fits(scene.fp32.get(each), site.format[0])]
     ends: list[ast.expr | None] = []
     for end in [*fitting[:1], *fitting[-1:], None]:
         if end not in ends:
             ends.append(end)
     for end in ends:
-        top = end if end is not None else node
-        fix = _computed_in_fp32(site, scene, top, back=end is not None)
+        fix = _computed_in_fp32(site, scene, end or node, back=end is not None)
         if fix is not None:
             yield fix
     if not fitting:
@@ -112,12 +111,9 @@ def _widened(site: Site, scene: Scene, top: ast.expr) -> tuple[frozenset[ast.exp
 
     def enter(node: ast.expr) -> bool:
         callee = scene.callee(node)
-        if (
-            isinstance(node, ast.Call)
-            and callee is not None
-            and callee.kind == "module"
-            and (site.cast or not callee.name)
-        ):
+        # a cast module is called with its weights in fp32
+        is_module = callee is not None and callee.kind == "module" and (site.cast or not callee.name)
+        if isinstance(node, ast.Call) and callee is not None and is_module:
             if callee.training and callee.parts:  # its buffers would be copies, which a call updates in vain
                 return False
             more = _functional_call(site.source, node, bool(callee.parts))
@@ -181,12 +177,12 @@ def _computed_in_fp32(site: Site, scene: Scene, top: ast.expr, *, back: bool) ->
     if found is None:
         return None
     widened, edits = found
-    dtype = None
+    dtype, kind, why = None, "fp32", "computed in fp32"
     if back:
-        dtype = scene.dtype_of(site.node)
-    if back and dtype is None:
-        return None
-    kind, why = "fp32", "computed in fp32" + (" and cast back" if back else "")
+        dtype, why = scene.dtype_of(site.node), "computed in fp32 and cast back"
+        if dtype is None:
+            return None
+    # autocast would compute a product in 16 bits all the same
     path = [site.node]
     while path[-1] is not top:
         path.append(site.source.parents[path[-1]])
@@ -199,9 +195,8 @@ def _computed_in_fp32(site: Site, scene: Scene, top: ast.expr, *, back: bool) ->
         edits, widened = edits + more, widened - hoisted
     if not widened and not edits:
         return None
-    return SourceFix(
-        kind, why, site.node, widened, (top, dtype) if dtype is not None else None, tuple(edits), dtype is None
-    )
+    cast_back = (top, dtype) if dtype is not None else None
+    return SourceFix(kind, why, site.node, widened, cast_back, tuple(edits), stays_wide=dtype is None)
 
 
 def _region(site: Site, scene: Scene, widened: frozenset[ast.expr]) -> tuple[list[Edit], frozenset[ast.expr]] | None:
@@ -219,10 +214,9 @@ def _region(site: Site, scene: Scene, widened: frozenset[ast.expr]) -> tuple[lis
     for node in hoisted[:1]:
         name = unused_name(source, "operand")
         (start, end), inner = source.outer(node), source.segment(node)
-        if isinstance(node, ATOMS):
-            value = f"{inner}.float()"
-        else:
-            value = f"({inner}).float()"
+        if not isinstance(node, ATOMS):
+            inner = f"({inner})"
+        value = f"{inner}.float()"
         edits += [source.line_before(statement, f"{name} = {value}")._replace(size=-(1 << 41)), Edit(start, end, name)]
     return edits, frozenset(hoisted[:1])
 
@@ -261,33 +255,26 @@ _OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.MatMu
 
 
 def _augmented(site: Site, scene: Scene) -> Iterator[SourceFix]:
-    """``x *= y`` of a name that the function itself has bound: computed in fp32 into a new tensor."""
+    """``x *= y`` of a name that the function itself has bound: a new tensor, computed in fp32."""
     node, source = site.node, site.source
     assert isinstance(node, ast.AugAssign)
     function = source.around(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-    bound = {
-        target.id
-        for each in ast.walk(function or source.tree)
-        if isinstance(each, ast.Assign)
-        for target in each.targets
-        if isinstance(target, ast.Name)
-    }
+    # of an argument, the caller sees the change in place
+    assigns = [each for each in ast.walk(function or source.tree) if isinstance(each, ast.Assign)]
+    bound = {target.id for each in assigns for target in each.targets if isinstance(target, ast.Name)}
     sign = _OPERATORS.get(type(node.op))
     if not isinstance(node.target, ast.Name) or node.target.id not in bound or sign is None:
         return
     name, (start, end) = node.target.id, source.outer(node.value)
     behind = source.span(node.target)[1]
-    if scene.is_floating(node.value):
-        widened = frozenset([node.value])
-    else:
-        widened = frozenset[ast.expr]()
-    inner = None
-    if widened or isinstance(node.value, ATOMS):
-        inner = source.segment(node.value)
-    opened = "" if inner is not None or source.span(node.value) != (start, end) else "("
+    widened = frozenset(filter(scene.is_floating, [node.value]))
+    # an expression of several parts needs parentheses of its own
+    opened = closed = ""
+    if not widened and not isinstance(node.value, ATOMS) and source.span(node.value) == (start, end):
+        opened, closed = "(", ")"
     for suffix, why in ((f".to({name}.dtype)", "computed in fp32 and cast back"), ("", "computed in fp32")):
         first = Edit(behind, start, f" = ({name}.float() {sign} {opened}")
-        last = Edit(end, end, f"{')' if opened else ''}){suffix}", 1 << 29)
+        last = Edit(end, end, f"{closed}){suffix}", 1 << 29)
         yield SourceFix("fp32", why, node, widened, edits=(first, last))
 
 
@@ -297,28 +284,31 @@ def _augmented(site: Site, scene: Scene) -> Iterator[SourceFix]:
 def kept_buffers(source: SourceText, owner: str, names: Sequence[str]) -> SourceFix | None:
     """Buffers that a cast of the model leaves in fp32: rotary frequencies, tables, thresholds."""
     node = next((n for n in ast.walk(source.tree) if isinstance(n, ast.ClassDef) and n.name == owner), None)
-    methods = []
-    if node is not None:
-        methods = [m for m in node.body if isinstance(m, ast.FunctionDef)]
-    first = next((m for m in methods if m.name == "__init__"), None)
-    if node is None or first is None or any(m.name == "_apply" for m in methods):
+    if node is None:
+        return None
+    methods = {m.name: m for m in reversed(node.body) if isinstance(m, ast.FunctionDef)}
+    first = methods.get("__init__")
+    if first is None or "_apply" in methods:
         return None
     indent = source.indent_of(first)
     step = "\t" if indent.startswith("\t") else "    "
     more, deeper = indent + step, indent + 2 * step
-    kept = ", ".join(f"self.{name}" for name in names)
+    # one buffer needs no tuple
+    kept, olds = f"self.{names[0]}", ["kept"]
+    if len(names) > 1:
+        kept = f"({', '.join(f'self.{name}' for name in names)})"
+        olds = [f"kept[{index}]" for index in range(len(names))]
     lines = [
         "",
         f"{indent}def _apply(self, fn, recurse=True):",
         f'{more}"""Move the buffers with the model, but keep them in fp32."""',
+        f"{more}kept = {kept}",
+        f"{more}super()._apply(fn, recurse)",
     ]
-    lines += [f"{more}kept = {kept}"] if len(names) == 1 else [f"{more}kept = ({kept})"]
-    lines += [f"{more}super()._apply(fn, recurse)"]
-    for index, name in enumerate(names):
-        old, its = "kept" if len(names) == 1 else f"kept[{index}]", f"self.{name}"
-        with_values = f"{old}.to({its}.device)"  # one on the device meta has none, as before to_empty()
+    for old, new in zip(olds, (f"self.{name}" for name in names), strict=True):
+        with_values = f"{old}.to({new}.device)"  # one on the device meta has none, as before to_empty()
         lines += [f"{more}if {old} is not None:"]
-        lines += [f"{deeper}{its} = {its}.to({old}.dtype) if {old}.is_meta else {with_values}"]
+        lines += [f"{deeper}{new} = {new}.to({old}.dtype) if {old}.is_meta else {with_values}"]
     lines += [f"{more}return self"]
     why = f"the values of {', '.join(names)} stay in fp32 when the model is cast"
     return SourceFix("buffer", why, first, edits=(source.lines_behind(first, lines),))

@@ -123,8 +123,11 @@ class Scene:
     def number(self, node: ast.AST) -> float | None:
         """Its value, if it is a number."""
         seen = self.fp32.get(node) or self.low.get(node)
+        if seen is not None and seen.kind == "number":
+            return seen.number
         if seen is not None:
-            return seen.number if seen.kind == "number" else None
+            return None
+        # an expression that was not observed may be a literal
         try:
             value = ast.literal_eval(node)
         except (ValueError, TypeError, SyntaxError, MemoryError):
@@ -142,18 +145,13 @@ class Scene:
     def arguments(self, node: ast.AST) -> list[ast.expr]:
         """All that an expression is computed from."""
         if isinstance(node, ast.Call):
-            values = [*node.args, *(each.value for each in node.keywords)]
-            receiver = []
-            if isinstance(node.func, ast.Attribute):
-                receiver = [node.func.value]
-            return [
-                *receiver,
-                *(
-                    part
-                    for v in values
-                    for part in getattr(v, "elts", [getattr(v, "value", v) if isinstance(v, ast.Starred) else v])
-                ),
-            ]
+            parts = [node.func.value] if isinstance(node.func, ast.Attribute) else []
+            for value in (*node.args, *(keyword.value for keyword in node.keywords)):
+                if isinstance(value, ast.Starred):
+                    parts.append(value.value)
+                else:  # torch.cat([a, b])
+                    parts += getattr(value, "elts", [value])
+            return parts
         if isinstance(node, ast.BinOp):
             return [node.left, node.right]
         if isinstance(node, ast.AugAssign):
@@ -192,8 +190,10 @@ class Scene:
         source, here = self.source, self.source.span(node)[0]
         function = source.around(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
         statement = source.around(node, ast.stmt)
+        # candidates: its own operands, its statement, then what came before, the nearest first
         inside = [each for operand in self.arguments(node) for each in ast.walk(operand)]
         earlier = [n for n in ast.walk(function or source.tree) if isinstance(n, ast.expr) and source.span(n)[0] < here]
+        # the variable of a comprehension is not bound outside of it
         loops = [n.target for n in ast.walk(function or source.tree) if isinstance(n, ast.comprehension)]
         bound = {name for target in loops for name in _names(target)}
         candidates: list[ast.AST] = [*self.arguments(node), *inside, *(ast.walk(statement) if statement else ())]
@@ -203,6 +203,7 @@ class Scene:
         for each in [*shortest, *filter(self.is_low, plain)]:
             if each in plain:
                 return f"{source.segment(each)}.dtype"
+        # else the weights of a module
         for each in plain:
             seen = self.low.get(each)
             if seen is not None and seen.kind == "module" and not _LOW.isdisjoint(seen.dtypes):
@@ -223,27 +224,24 @@ def _names(node: ast.AST) -> set[str]:
 
 def unused_name(source: SourceText, wanted: str) -> str:
     """A name like ``wanted`` that nothing in the file has."""
-    known = _names(source.tree)
-    return next(name for name in (wanted, *(f"{wanted}_{n}" for n in range(2, 1000))) if name not in known)
+    used = _names(source.tree)
+    return next(name for name in (wanted, *(f"{wanted}_{n}" for n in range(2, 1000))) if name not in used)
 
 
 def torch_in(source: SourceText) -> tuple[str, tuple[Edit, ...]]:
     """The name of torch in a file, and the edit that imports it where it has none."""
     for node in source.tree.body:
         if isinstance(node, ast.Import):
-            for found in node.names:
-                if found.name == "torch" or (found.name.startswith("torch.") and not found.asname):
-                    return found.asname or "torch", ()
+            for alias in node.names:
+                if alias.name == "torch" or (alias.name.startswith("torch.") and not alias.asname):
+                    return alias.asname or "torch", ()
+    # before the first import that may stand there, else behind the docstring
     imports = [n for n in source.tree.body if isinstance(n, (ast.Import, ast.ImportFrom))]
     first = next((n for n in imports if getattr(n, "module", "") != "__future__"), None)
     if first is not None:
         return "torch", (source.line_before(first, "import torch"),)
-    body = source.tree.body
-    behind = [
-        n
-        for n in body
-        if n in imports or (n is body[0] and isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))
-    ]
+    docstring = [n for n in source.tree.body[:1] if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)]
+    behind = [*docstring, *imports]
     if behind:
         return "torch", (source.lines_behind(behind[-1], ["import torch"]),)
     return "torch", (Edit(0, 0, f"import torch{source.newline}", -(1 << 40)),)

@@ -75,52 +75,39 @@ def _scaled(facts: ScriptFacts, locate: Locate, scale: float | None) -> tuple[So
     made = [_call(place, "step", locate) for place in facts.made_steps]
     clips = [_call(place, "clip_grad", locate) for place in facts.clips]
     calls = [*backward, *made, *clips]
-    known = [each for each in calls if isinstance(each, _Call)]
+    located = [each for each in calls if isinstance(each, _Call)]
+    steps = [each for each in located if each in made]
     reasons = [each for each in calls if isinstance(each, str)]
-    if facts.framework:
-        reasons = [f"{facts.framework} calls backward(): use its own switch for fp16, which makes a GradScaler"]
-    elif facts.disabled_scaler:
-        reasons = ["the script makes a GradScaler with enabled=False: enable it"]
-    elif facts.optimizers > len(made) or (
-        facts.optimizers > 1 and len({id(each.source.parents[each.statement]) for each in known if each in made}) > 1
-    ):
-        reasons.append("several optimizers make their steps in one call, or in different blocks")
-    elif not made or any(each.source is not known[0].source for each in known):
-        reasons.append("backward() and step() are not called in one file")
-    elif any(each.call.args or each.call.keywords for each in known if each not in clips):
-        reasons.append("backward() or step() is called with arguments")
+    unfit = _why_not_scaled(facts, located, made, clips)
+    # a framework or a disabled scaler explains why calls are not found
+    if unfit is not None and (facts.framework or facts.disabled_scaler or not reasons):
+        return unfit
     if reasons:
         return reasons[0]
-    source, scaler = known[0].source, unused_name(known[0].source, "scaler")
+    source, scaler = located[0].source, unused_name(located[0].source, "scaler")
     torch, imports = torch_in(source)
-    start = ""
-    if scale is not None:
-        start = f", init_scale={scale!r}"
-    edits = [
-        *imports,
-        source.line_before(
-            _before_all(known, facts, locate), f'{scaler} = {torch}.amp.GradScaler("{facts.device}"{start})'
-        ),
-    ]
-    last_step = max((each for each in known if each in made), key=lambda each: each.statement.lineno)
-    for each in known:
-        (first, last), its = source.outer(each.of), source.segment(each.of)
+    start = "" if scale is None else f", init_scale={scale!r}"
+    new_scaler = f'{scaler} = {torch}.amp.GradScaler("{facts.device}"{start})'
+    edits = [*imports, source.line_before(_before_all(located, facts, locate), new_scaler)]
+    last_step = max(steps, key=lambda each: each.statement.lineno)
+    for each in located:
+        first, last = source.outer(each.of)
         if each in backward:
+            # parentheses around the loss become those of the call
+            opened = closed = ""
             if (first, last) == source.span(each.of):
-                opened, closed = ("(", ")")
-            else:
-                opened, closed = ("", "")
-            edits += [
-                Edit(first, first, f"{scaler}.scale{opened}", first - last),
-                Edit(last, last, closed, last - first),
-            ]
+                opened, closed = "(", ")"
+            edits.append(Edit(first, first, f"{scaler}.scale{opened}", first - last))
+            edits.append(Edit(last, last, closed, last - first))
         elif each in made:
-            edits += [Edit(*source.span(each.call), f"{scaler}.step({its})")]
+            edits.append(Edit(*source.span(each.call), f"{scaler}.step({source.segment(each.of)})"))
+            # once for all optimizers
             if facts.optimizers == 1 or each is last_step:
-                edits += [source.lines_behind(each.statement, [f"{source.indent_of(each.statement)}{scaler}.update()"])]
-    steps = [each for each in known if each in made]
-    readers = [each.statement for each in known if each in clips]
-    readers += _naming_gradients(source, [each for each in known if each in backward], steps)
+                update = f"{source.indent_of(each.statement)}{scaler}.update()"
+                edits.append(source.lines_behind(each.statement, [update]))
+    # whatever reads gradients needs them unscaled
+    readers = [each.statement for each in located if each in clips]
+    readers += _naming_gradients(source, [each for each in located if each in backward], steps)
     unscaled = _Unscaled()
     for statement in sorted(readers, key=lambda each: each.lineno):
         step = _step_after(statement, source, steps)
@@ -128,7 +115,25 @@ def _scaled(facts: ScriptFacts, locate: Locate, scale: float | None) -> tuple[So
             return "no step follows in the function that clips gradients"
         edits += unscaled.before(statement, step, f"{scaler}.unscale_({source.segment(step.of)})")
     why = "gradients of the loss in fp16 become zero: scale it"
-    return source, SourceFix("grad_scaler", why, known[0].call, edits=tuple(edits))
+    return source, SourceFix("grad_scaler", why, located[0].call, edits=tuple(edits))
+
+
+def _why_not_scaled(
+    facts: ScriptFacts, located: list[_Call], made: Sequence[_Call | str], clips: Sequence[_Call | str]
+) -> str | None:
+    """What a ``GradScaler`` cannot be added to; ``None`` if it can."""
+    blocks = {id(each.source.parents[each.statement]) for each in located if each in made}
+    if facts.framework:
+        return f"{facts.framework} calls backward(): use its own switch for fp16, which makes a GradScaler"
+    if facts.disabled_scaler:
+        return "the script makes a GradScaler with enabled=False: enable it"
+    if facts.optimizers > len(made) or (facts.optimizers > 1 and len(blocks) > 1):
+        return "several optimizers make their steps in one call, or in different blocks"
+    if not made or any(each.source is not located[0].source for each in located):
+        return "backward() and step() are not called in one file"
+    if any(each.call.args or each.call.keywords for each in located if each not in clips):
+        return "backward() or step() is called with arguments"
+    return None
 
 
 def _naming_gradients(source: SourceText, backward: list[_Call], steps: list[_Call]) -> Iterator[ast.stmt]:
@@ -143,10 +148,9 @@ def _naming_gradients(source: SourceText, backward: list[_Call], steps: list[_Ca
         clears = isinstance(statement, ast.Assign) and source.segment(statement.value) == "None"
         step = _step_after(statement, source, steps)
         if before[-1:] == [True] and not clears and step is not None:
+            # in another block it may be read more often than a step follows
             block, _ = next(_blocks(source, step.statement))
-            if block in [
-                its for its, _ in _blocks(source, statement)
-            ]:  # else it may be read more often than a step follows
+            if block in [around for around, _ in _blocks(source, statement)]:
                 yield statement
 
 
@@ -168,7 +172,7 @@ class _Unscaled:
 
 
 def _blocks(source: SourceText, node: ast.AST) -> Iterator[tuple[object, ast.stmt]]:
-    """The blocks that ``node`` is in, the innermost first, each with its statement around ``node``."""
+    """The blocks around ``node``, the innermost first, each with its statement around ``node``."""
     while (parent := source.parents.get(node)) is not None:
         for field, value in ast.iter_fields(parent):
             if isinstance(value, list) and node in value and isinstance(node, ast.stmt):
@@ -180,9 +184,8 @@ def _step_after(statement: ast.stmt, source: SourceText, steps: Sequence[_Call])
     """The first of the steps behind a statement in its function."""
     function = source.around(statement, _FUNCTIONS)
     here = [each for each in steps if each.source is source and each.function is function]
-    return min(
-        (e for e in here if e.statement.lineno > statement.lineno), key=lambda e: e.statement.lineno, default=None
-    )
+    behind = (each for each in here if each.statement.lineno > statement.lineno)
+    return min(behind, key=lambda each: each.statement.lineno, default=None)
 
 
 def _before_all(calls: list[_Call], facts: ScriptFacts, locate: Locate) -> ast.stmt:
@@ -194,10 +197,9 @@ def _before_all(calls: list[_Call], facts: ScriptFacts, locate: Locate) -> ast.s
         around.append(at)
         at = source.parents[at]
     same = all(each.function is calls[0].function for each in calls)
-    inside = around
     if calls[0].function is not None:
-        inside = around[: around.index(calls[0].function)]
-    loops = [each for each in inside if isinstance(each, _LOOPS)]
+        around = around[: around.index(calls[0].function)]
+    loops = [each for each in around if isinstance(each, _LOOPS)]
     if same and loops and _runs_once(calls[0], facts, locate):
         return loops[-1]
     first = min(calls, key=lambda each: each.statement.lineno).statement
@@ -211,6 +213,7 @@ def _runs_once(call: _Call, facts: ScriptFacts, locate: Locate) -> bool:
     function = call.function
     if not isinstance(function, _FUNCTIONS):
         return True
+    # the trees in which it may be called
     trees = {call.source.tree: None}
     for place in facts.step_callers:
         caller = locate(place, function.name)
@@ -252,11 +255,12 @@ def _uncached(place: ScriptPlace, locate: Locate) -> tuple[SourceText, SourceFix
         return found
     source, node = found
     if not isinstance(node, ast.Call) or "autocast" not in source.segment(node.func):
-        return "autocast is not called where it is entered: give it cache_enabled=False where it is made, as in @torch.autocast(...)"
-    given = next((each.value for each in node.keywords if each.arg == "cache_enabled"), None)
-    if given is None:
+        where = "give it cache_enabled=False where it is made, as in @torch.autocast(...)"
+        return f"autocast is not called where it is entered: {where}"
+    argument = next((each.value for each in node.keywords if each.arg == "cache_enabled"), None)
+    if argument is None:
         edit = keyword(source, node, "cache_enabled=False")
     else:
-        edit = Edit(*source.span(given), "False")
+        edit = Edit(*source.span(argument), "False")
     why = "autocast around several steps keeps the casts of the first weights: do not cache them"
     return source, SourceFix("autocast_cache", why, node, edits=(edit,))

@@ -32,7 +32,7 @@ Places = dict[str, dict[str, SeenValue]]
 
 
 class ScriptPlace(Struct, frozen=True):
-    """A call in a training script, as :class:`~lowprec_check.schema.op_calls.OpCall` has its place."""
+    """A call in a training script; as in :class:`~lowprec_check.schema.op_calls.OpCall`."""
 
     source: str | None
     caller: str | None = None
@@ -79,7 +79,7 @@ class ScriptFacts(Struct, frozen=True, kw_only=True):
     around_steps: tuple[ScriptPlace, ...] = ()
     """Where autocast is entered that keeps casts of weights over more than one step."""
     distance: float | None = None
-    """Distance of the final weights from fp32's, relative to their movement; ``None``: no number."""
+    """Distance of the final weights from fp32's, relative to their movement, if finite."""
     fp32: str = ""
     """A digest of the weights after the steps in fp32, bit for bit; empty if two runs differ."""
 

@@ -56,9 +56,9 @@ class SourceText:
         self._starts, self._lines = self._places
         self.newline = "\r\n" if "\r\n" in self.text else "\n"
         self.parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
-        self.nodes = {
-            self.span(node): node for node in reversed(list(ast.walk(self.tree))) if isinstance(node, ast.expr)
-        }
+        # of nodes with one span, the outermost stays
+        expressions = [node for node in ast.walk(self.tree) if isinstance(node, ast.expr)]
+        self.nodes = {self.span(node): node for node in reversed(expressions)}
         """The expressions by their place."""
         self._strings, self._pairs, self._before, self._behind = self._tokens()
 
@@ -68,12 +68,13 @@ class SourceText:
 
     def span(self, node: ast.AST) -> Span:
         """Where ``node`` starts and ends, without parentheses around it."""
-        its: ast.expr = node  # type: ignore[assignment]
-        return self.offset(its.lineno, its.col_offset), self.offset(its.end_lineno or 0, its.end_col_offset or 0)
+        at: ast.expr = node  # type: ignore[assignment]
+        return self.offset(at.lineno, at.col_offset), self.offset(at.end_lineno or 0, at.end_col_offset or 0)
 
     def outer(self, node: ast.expr) -> Span:
         """Where it starts and ends with the parentheses that only group it."""
         start, end = self.span(node)
+        # a pair that belongs together, with nothing but it around the expression
         while True:
             opened, closed = self._before.get(start), self._behind.get(end)
             if opened is None or closed is None or self._pairs.get(opened) != closed:
@@ -114,9 +115,10 @@ class SourceText:
     def lines_behind(self, node: ast.stmt | ast.expr, texts: Iterable[str]) -> Edit:
         """Lines behind the last of a statement, as they are."""
         at = self._starts[(node.end_lineno or 1) - 1] + len(self._lines[(node.end_lineno or 1) - 1])
-        ended = self.text[at - 1 : at] in ("\r", "\n")
         text = "".join(line + self.newline for line in texts)
-        return Edit(at, at, text if ended else self.newline + text.removesuffix(self.newline), 1 << 40)
+        if self.text[at - 1 : at] not in ("\r", "\n"):  # the last line of a file may not end
+            text = self.newline + text.removesuffix(self.newline)
+        return Edit(at, at, text, 1 << 40)
 
     def indent_of(self, node: ast.stmt) -> str:
         """The white space in front of a statement."""
@@ -138,14 +140,16 @@ class SourceText:
             if token.string in _CLOSED and stack:
                 pairs[stack.pop()] = start
                 behind[last_end] = start
-            last_open = start if token.string == "(" and start not in calls else -1
+            last_open = -1
+            if token.string == "(" and start not in calls:
+                last_open = start
             if token.string in _OPEN:
                 stack.append(start)
             last_end = end
         return strings, pairs, before, behind
 
     def call_opens(self, call: ast.Call) -> int:
-        """Where the parenthesis of a call is: the first behind its function that is in no comment."""
+        """Where the parenthesis of a call is: the first behind its function in no comment."""
         at, comment = self.span(call.func)[1], False
         while self.text[at] != "(" or comment:
             comment = (comment or self.text[at] == "#") and self.text[at] not in "\r\n"
@@ -162,15 +166,14 @@ class Lines(NamedTuple):
     def offset(self, line: int, column: int) -> int:
         """Of a position as ``ast`` counts it: lines from 1, columns in bytes of UTF-8."""
         content = self.texts[line - 1]
-        before = column
         if not content.isascii():
-            before = len(content.encode()[:column].decode(errors="ignore"))
-        return self.starts[line - 1] + before
+            column = len(content.encode()[:column].decode(errors="ignore"))
+        return self.starts[line - 1] + column
 
 
 def lines_of(text: str) -> Lines:
     """The lines of ``text``."""
-    lines = [found for found in _LINE.findall(text) if found]
+    lines = [line for line in _LINE.findall(text) if line]
     starts, at = [], 0
     for line in lines:
         starts.append(at)
@@ -196,16 +199,19 @@ def moved(span: Span, edits: Iterable[Edit]) -> Span:
     for edit in dict.fromkeys(edits):
         grown = len(edit.text) - (edit.end - edit.start)
         outside = edit.start == edit.end and edit.size <= -size
-        new_start += grown if edit.start < start or (edit.start == start and outside) else 0
-        behind = edit.size > 0 and edit.size >= size
-        new_end += grown if edit.start < end or (edit.start == end and not behind and edit.size > 0) else 0
+        # an insertion of a larger expression at the same place is outside of this one
+        if edit.start < start or (edit.start == start and outside):
+            new_start += grown
+        if edit.start < end or (edit.start == end and 0 < edit.size < size):
+            new_end += grown
     return new_start, new_end
 
 
 def unified_diff(old: str, new: str, name: str) -> str:
     """What changes between two texts of a file, as ``git apply`` takes it."""
     lines = difflib.unified_diff(lines_of(old).texts, lines_of(new).texts, f"a/{name}", f"b/{name}")
-    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+    no_newline = "\n\\ No newline at end of file\n"
+    return "".join(line if line.endswith("\n") else f"{line}{no_newline}" for line in lines)
 
 
 # -- Lines by their names
@@ -218,14 +224,14 @@ def texts_of_lines(sources: Iterable[str | None], target: str) -> dict[str, str]
     A file outside the current folder is shown by its name alone: it is looked for beside
     ``target``, the user's name for it. At most 2,000 lines, of 200 characters each.
     """
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     folder = Path(target.partition(":")[0]).parent
     for source in dict.fromkeys(sources):
         file, _, line = (source or "").rpartition(":")
-        if not file or not line.isdecimal() or len(found) == 2000:
+        if not file or not line.isdecimal() or len(texts) == 2000:
             continue
         # linecache also finds `package/file.py` on the import path.
         text = linecache.getline(file, int(line)) or linecache.getline(str(folder / file), int(line))
         if source and text.strip():
-            found[source] = encodable(text.strip()[:200])
-    return found
+            texts[source] = encodable(text.strip()[:200])
+    return texts

@@ -1,4 +1,4 @@
-"""JUnit XML: one test case per run and one for the verdict, for CI systems that show test results."""
+"""JUnit XML: a test case per run and one for the verdict, for CI systems that show them."""
 
 from __future__ import annotations
 

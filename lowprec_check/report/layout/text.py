@@ -168,9 +168,9 @@ def print_table(
         names: the head of each column.
         rows: the cells, without markup.
         right: names of the columns that are aligned on the right.
-        sentences: whether the cells of the last column may take several lines; they go below their row if less than
-            ``least`` columns are left.
-        heading: number of columns that name a row; if not even the figures fit, each row is a block with this heading.
+        sentences: whether the last column may take several lines; it goes below its row if less
+            than ``least`` columns are left.
+        heading: number of columns that name a row, which head its block if the figures do not fit.
         least: columns that a sentence gets beside its row.
     """
     cells = [[Text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
