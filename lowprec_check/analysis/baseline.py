@@ -62,6 +62,7 @@ def fingerprint(diagnostic: Diagnostic) -> str:
     if d.code == "LP301" and d.figures and d.figures.keys().isdisjoint({"error", "share", "note"}):
         words = "NaN or Inf"  # which is worse than an error that was accepted
     parts = (d.code, d.run_label, d.op, stable_path(d.module), file_of(d.source), words)
+    # a separator that no part contains
     text = "\x1f".join(part or "" for part in parts)
     return hashlib.sha256(encodable(text).encode()).hexdigest()[:16]
 
@@ -123,6 +124,7 @@ def baseline_of(result: ScanResult, known: Baseline | None = None) -> Baseline:
 
 def _looked_for(entry: Entry, result: ScanResult) -> bool:
     """Whether this scan had the entry's target, completed its precision and selected its code."""
+    # an older entry does not say its target
     key = (entry.precision, entry.backend, entry.memory_format)
     if entry.target not in (None, _without_machine(result.target)):
         return False

@@ -40,6 +40,7 @@ def conclude(result: ScanResult) -> ScanResult:
 def wanted_runs(result: ScanResult) -> list[RunKey]:
     """Every run that the scan was to make, the reference first; a plan is not counted."""
     options, reference = result.options, result.runs[0].key
+    # eager mode first, as it explains the others
     asked = [
         reference._replace(precision=precision, backend=backend, memory_format=memory_format)
         for backend in sorted(options.get("backends", []), key=lambda name: name != EAGER)

@@ -107,6 +107,7 @@ class FindingGroup(NamedTuple):
             modules = dict.fromkeys(module_name(d.module) for d in message.found if d.module is not None)
             about = some(list(modules)) if same else ", ".join(message.runs)
             text = message.full if with_advice else message.text
+            # several messages are told apart by their runs or modules
             if len(self.messages) > 1:
                 text = f"{fill('{}: ', about)}{text}"
             said.append(text)
@@ -115,6 +116,7 @@ class FindingGroup(NamedTuple):
 
 def groups(diagnostics: Iterable[Diagnostic]) -> list[FindingGroup]:
     """Findings that the baseline does not accept, by :func:`rank`."""
+    # harmless findings are groups of their own, so that they can be folded
     merged: dict[tuple[object, ...], list[Diagnostic]] = {}
     for d in diagnostics:
         if not d.accepted:
@@ -136,6 +138,7 @@ def group_of(members: Sequence[Diagnostic]) -> FindingGroup:
     first = members[0]
 
     def short(precision: str, d: Diagnostic) -> str:
+        # a saved result may name a precision that is not registered here
         registered = PRECISIONS.find(precision)
         name = registered.short if registered else precision
         return qualified(name, d.backend, d.memory_format)
@@ -183,6 +186,7 @@ def is_harmless(diagnostic: Diagnostic) -> bool:
 
 def no_effect(found: Sequence[FindingGroup]) -> str:
     """``24 of them make no run fail``; empty if that is not known of any."""
+    # findings are counted, not groups
     count = sum(group.size for group in found if group.harmless)
     if count:
         return f"{count:,} of them {agree(count, 'makes', 'make')} no run fail"
@@ -208,5 +212,6 @@ def tally(diagnostics: Sequence[Diagnostic]) -> str:
     reported = [d for d in diagnostics if not d.accepted]
     counts = [(severity, sum(d.severity == severity for d in reported)) for severity in SEVERITIES]
     by_severity = ", ".join(counted(number, severity) for severity, number in counts if number)
+    # what the baseline accepts is not part of the total
     accepted = fill(" · {:,} accepted by the baseline", len(diagnostics) - len(reported))
     return f"{counted(len(reported), 'finding')}{fill(': {}', by_severity)}{accepted}"

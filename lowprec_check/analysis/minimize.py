@@ -183,6 +183,7 @@ class _Search:
     # -- growing: find a set that passes
 
     def _first_passing(self, suspects: Suspects) -> list[str] | None:
+        # a fault in the model's own forward cannot be avoided by any module
         everything = self.tree.children("")
         if suspects.root and not self.passes(everything) and self.trials.verdict(everything).own_fault:
             return None

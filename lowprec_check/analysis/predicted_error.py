@@ -118,6 +118,7 @@ class PredictedError:
 
     def learn_causes(self, causes: Causes, kept: Keep) -> None:
         """Replace the parts outside ``kept`` by the causes of a run with these in fp32."""
+        # what lies inside kept modules was not measured again
         around = frozenset(kept)
         self._parts = {path: part for path, part in self._parts.items() if module_around(path, around) is not None}
         self._fixed = 0.0
@@ -171,6 +172,7 @@ class PredictedError:
         """The best set for each number of leaves, the empty one first (dynamic programming)."""
         # leaves inside kept modules cost nothing more
         around, free = frozenset(kept), self._tree.leaves(kept)
+        # only modules with something to remove, so that the search is short
         inside: dict[str, list[str]] = defaultdict(list)
         """The modules directly below that have a part, or something below them has."""
         for module, part in self._parts.items():

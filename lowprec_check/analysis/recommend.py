@@ -158,6 +158,7 @@ def best_of(
     # other inputs may need a kernel that another dtype lacks too
     elif any(missing_kernels(run) for run in runs if is_cast(run)):
         passed = [run for run in passed if not is_cast(run)] or passed
+    # times narrow the choice, the rest decides
     passed = fastest(passed, runs)
 
     def preference(run: Run) -> tuple[object, ...]:

@@ -44,6 +44,7 @@ def plan_starts(runs: Sequence[Run], *, wanted: bool | None) -> list[Run]:
 
     ``wanted`` is its option ``plan``: with ``None``, it searches only if no run passes.
     """
+    # a plan starts from whole models in low precision
     tried = [run for run in runs if run.is_low and run.base is None and run.status != "skipped"]
     if wanted is False or (wanted is None and any(passes_all(run, runs) or is_unjudged(run, runs) for run in tried)):
         return []
@@ -118,6 +119,7 @@ def effective_status(run: Run, runs: Sequence[Run]) -> str:
     """``unjudged`` if its output is degenerate; else the worst status over all inputs."""
     if degenerate_output(run, runs) is not None:
         return "unjudged"
+    # the status of a run is that of the inputs of the scan
     further = fails_elsewhere(run)
     if further is None:
         return run.status
@@ -213,6 +215,7 @@ def _catches_all(run: Run) -> bool:
     raised, again = run.exception, run.stopped_by
     if raised is None or again is None or any(gap.message in raised.message for gap in run.gaps):
         return False
+    # the same exception, or one of the same kind from the same line
     is_same_line = raised.source is not None and (raised.type, raised.source) == (again.type, again.source)
     return raised == again or is_same_line
 

@@ -147,6 +147,7 @@ class Coverage(Struct, frozen=True, kw_only=True):
             return encoded(value, msgspec.json.encode)
 
         lines = []
+        # long lists have an entry on each line, all else is on one
         for name in self.__struct_fields__:
             value = getattr(self, name)
             if name in ("tests", "kept", "ops") and value:
@@ -203,6 +204,7 @@ def updated(saved: Coverage, run: Coverage, removed: Collection[str] = (), look_
         tests_of.setdefault(use.key, set()).update({*saved.tests_of(use)} & stay)
     for use in run.ops:
         tests_of.setdefault(use.key, set()).update({*run.tests_of(use)} - stay)
+    # each operator with the worst of what both runs know of it
     uses = []
     for key in sorted(key for key, tests in tests_of.items() if tests):
         was, here = before.get(key), after.get(key)
@@ -225,6 +227,7 @@ def updated(saved: Coverage, run: Coverage, removed: Collection[str] = (), look_
             numbers, lines = stronger(numbers, other.numbers), lines or other.sources
         use = msgspec.structs.replace(one, numbers=numbers, support=support)
         uses.append(msgspec.structs.replace(use, sources=lines if use.is_gap else []))
+    # indices count the tests of both
     all_tests = sorted(stay | {*run.tests})
     by_key = indexed(all_tests, tests_of)
     never = missed & saved.never_complete

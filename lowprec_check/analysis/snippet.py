@@ -90,6 +90,7 @@ def snippet(
         project = project_of(key.backend)
         return f"# {project} gives no code to paste for the backend {key.backend}: see its documentation"
     code = prepare(key, model, keep_fp32, untied, torch_version=torch_version)
+    # one with statement for both contexts
     context = ", ".join(filter(None, ("with torch.no_grad()", code.autocast)))
     called = [f"    {line}" for line in (*code.inside, f"output = {model.call}")]
     return "\n".join(code.with_lines(f"{context}:", *called))
@@ -151,6 +152,7 @@ def prepare(
     if key.memory_format != CONTIGUOUS:
         body.append(f"model = model.to(memory_format=torch.{key.memory_format})")
     body += convert_inputs(model, conversion)
+    # a backend compiles what was prepared before
     backend = BACKENDS.get(key.backend).code(key, model)
     imports += backend.imports
     body += backend.before
@@ -171,6 +173,7 @@ def _cast(precision: Precision, keep: Sequence[str], untied: Sequence[str]) -> s
 
 def _listed(names: Sequence[str], *, indent: int = 0) -> str:
     """A list literal of strings, wrapped if it is long."""
+    # as many names in a line as fit
     rows, row = [], ""
     for name in names:
         item = f"{json.dumps(name)}, "
@@ -264,6 +267,7 @@ def convert_inputs(model: ModelInfo, conversion: Conversion) -> list[str]:
 
 def convert_nested(conversion: Conversion, name: str) -> list[str]:
     """Lines for tensors anywhere in ``name`` that are not known by name."""
+    # first the dtype and the device, then the layout of images
     steps = []
     if conversion.dtype or conversion.device:
         moved = "t" + fill('.to("{}")', conversion.device)

@@ -85,6 +85,7 @@ def coverage_from_json(data: bytes) -> Coverage:
             raise ValueError("it is not JSON") from None
         raise ValueError(f"it is a {kind}" if kind else "it lacks the keys of a coverage")
     if msgspec.json.decode(data, type=_Kind).schema == 1:  # it lists only the tests that use an operator: it stays 1
+        # schema 1 has the ids of tests beside each operator
         old = decode(data, _OldCoverage, 1)
         tests = sorted({test for use in old.ops for test in use.tests})
         by_op = indexed(tests, {use.op: use.tests for use in old.ops})
@@ -207,10 +208,12 @@ def diff_coverages(old: Coverage, new: Coverage) -> CoverageDiff:
         sides = " and the new one ".join(", ".join(map(precision_of, side.dtypes)) for side in (old, new))
         problem = f"The old coverage has {sides}: no precision to compare."
         raise UsageError(problem, "Save both for the same precisions.")
+    # operators by overload and phase
     before, after = ({use.key: use for use in side.ops} for side in (old, new))
     tests_before, tests_after = set(old.tests), set(new.tests)
     if min(old.schema, new.schema) == 1:  # that lists only the tests that use an operator
         tests_before, tests_after = ({side.tests[n] for use in side.ops for n in use.tests} for side in (old, new))
+    # tests of which the new coverage has all operators
     whole = tests_after - new.never_complete
     stable: dict[tuple[str, Phase], list[str]] = {}
     if tests_before - whole:  # a cell that rests on one call of the tests may now rest on that of another test
@@ -265,6 +268,7 @@ def _change(old: OpUse | None, new: OpUse | None, keys: Sequence[str], side: Cov
             changed[key] = CellChange(old=was, new=is_now)
     if not changed:
         return None
+    # the first precision that changed gives the reason
     key = next(iter(changed))
     advised = next((each for each in changed if _is_autocast(each)), key)  # what helps there helps in a cast too
     return GapChange(
@@ -303,6 +307,7 @@ def _warnings(old: Coverage, new: Coverage) -> Iterator[str]:
     for what, name in conditions.items():
         if getattr(old, name) != getattr(new, name):
             yield f"{what} {getattr(old, name)} → {getattr(new, name)}"
+    # precisions that only one has cannot be compared
     for side, other, which in ((old, new, "old"), (new, old, "new")):
         alone = [precision_of(key) for key in side.dtypes if key not in other.dtypes]
         if alone:

@@ -91,6 +91,7 @@ def causes_of(run: Run) -> Causes | None:
     for share in budget.shares:
         shares[share.module] += abs(share.share)
     shares[""] += abs(budget.others)
+    # shares of either sign count as what they may cause
     total = math.fsum(shares.values())
     if not error or not total or not math.isfinite(error):
         return None

@@ -64,6 +64,7 @@ def remedies(run: Run) -> list[str]:
     way, passing = first_way(run), [each.declared for each in passing_ways(run) if not each.declared.is_trap]
     if way is None or way.status == "ok":
         return []
+    # a way that works without a GradScaler stands for the one with it
     unscaled = [each.updater for each in passing if each.updater and each.scale is None]
     remedies = [each for each in passing if each.scale is None or each.updater not in unscaled]
     return ["no GradScaler" if each.name == "plain" else each.words for each in remedies]
@@ -135,6 +136,7 @@ def when_raised(step: int | None, raised: ExceptionInfo | None) -> str:
 
 def nonfinite(way: TrainingWay) -> Sentence:
     """``NaN or Inf in the loss after step 2``."""
+    # where the first NaN or Inf shows: loss, gradients, weights
     if None in way.losses:
         step = way.losses.index(None)
         if not step:
@@ -151,6 +153,7 @@ def diverges(found: Divergence, way: TrainingWay) -> Sentence:
     where = fill(" ({})", found.parameter)
     if not found.step:
         return say("the loss differs from that of fp32 before the first step{where:text}", where=where)
+    # a loss may be too low, and weights may move too little
     above = found.value > found.limit
     if found.what == "loss":
         after = next((loss for loss in way.losses[:1] if loss is not None), 0.0) + found.value

@@ -86,6 +86,7 @@ def _error_text(value: float | ErrorOf) -> str:
 
 def speed_text(value: SpeedOf) -> str:
     """``1.8 × as fast``, ``2.1 × slower``, ``≈ fp32``, ``noisy``, ``–``: in tables and charts."""
+    # a ratio that cannot be told apart from 1 is not shown
     if value.told == "same":
         return "≈ fp32"
     if value.told == "noisy":
@@ -141,6 +142,7 @@ def cell_text(value: Any, kind: Type) -> str:
     """A value as text on one line; ``–`` for ``None``."""
     if value is None:
         return "–"
+    # foreign text is cut; a sentence may be longer than a name
     return visible(_SHOWN.get(kind, str)(value), 2000 if kind in WIDE else 400)
 
 

@@ -223,6 +223,7 @@ def coverage_github(found: Coverage, new: Collection[str] | None = None) -> str:
     gaps = sorted(found.gaps, key=lambda use: use.name not in (new or ()))
     commands = []
     for use in gaps:
+        # an annotation needs one line: the first that uses the op
         path, _, line = use.sources[0].rpartition(":")
         is_new = new is not None and use.name in new
         states = {state: [key for key in use.failing if use.support[key].state == state] for state in ("none", "some")}

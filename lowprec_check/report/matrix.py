@@ -68,6 +68,7 @@ def matrix_document(
         times = f" in {counted(len(scanned), 'scan')}"
     missed = fill("; {} could not be", len(failed))
     blocks.append(Say(f"{counted(targets, 'model')} scanned{times}{missed}."))
+    # a row per precision, a column per status that occurs
     counts = {column: Counter(status_of(cell) for cell in cells if column_of(cell) == column) for column in columns}
     statuses = [status for status in LOOKS if any(count[status] for count in counts.values())]
     if statuses:
@@ -77,6 +78,7 @@ def matrix_document(
     blocks += [Say(line, role="hint") for line in dict.fromkeys(map(_machine, scanned))]
     if options:
         blocks.append(Say(f"scanned with {shlex.join(options)}", role="hint"))
+    # an op counts once for each scan, however often it fails in it
     missing = Counter((op, column_of(cell)) for cell in cells for op in dict.fromkeys(cell.gaps))
     if missing:
         heads = [Column("op", "op"), Column("precision", "run"), Column("scans", "number")]
@@ -148,6 +150,7 @@ def _outcome(cell: MatrixCell) -> StatusOf:
     """``1.2e-03 · 1.8 × as fast``, or why there is no error; ``1.2e-03 · predicted``."""
     status = status_of(cell)
     parts = [why(cell) or look(status).word]
+    # an error says more than a status, unless further inputs decide
     if status in ("ok", "inaccurate") and status == cell.status:
         parts = [cell.error or error_figure(cell.rel_l2)]
         if cell.time:

@@ -46,6 +46,7 @@ class Place(NamedTuple):
 
     def sentence(self, message: Message, what_to_do: str = " → ") -> str:
         """``half, bfloat16: mul: message (in timm/x.py:7) → what to do``; no runs if about all."""
+        # what it is about: runs and op, where there are some
         about = "".join(f"{visible(part)}: " for part in (", ".join(message.runs), self.group.op) if part)
         advice = message.help and f"{what_to_do}{visible(message.help, 1000)}"
         return f"{about}{visible(message.text, 1000).rstrip('.')}{self._where(message)}{advice or ''}"

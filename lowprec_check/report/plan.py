@@ -52,6 +52,7 @@ def plan_document(planning: Planning) -> Document:
         verdict = Say(f"Use {name} {change}", "good", "verdict")
         if (plan.speedup or 1.0) < 1 / ALIKE:
             verdict = Say(f"{name} passes {change}, but was slower than fp32 here", "warn", "verdict")
+        # the proof follows the verdict, the code is last
         proof = chained(*_proof(plan), *_course(plan)).text
         blocks += [verdict, Say(f"{proof[:1].upper()}{proof[1:]}."), *kept_modules(plan), CodeBlock(plan.code)]
     elif any(attempt.stopped_without_plan for attempt in planning.attempts):
@@ -97,6 +98,7 @@ def _course(plan: Plan) -> Iterator[Sentence]:
         yield say("{trials:count trial} in {seconds:seconds}", trials=plan.trials, seconds=plan.seconds)
         if plan.first_pass is not None and plan.first_pass < plan.trials:
             yield say("number {first:number} was the first to pass", first=plan.first_pass)
+    # 1-minimal only if each module was tried in low precision
     tried = len(plan.keep_fp32) - plan.unconfirmed
     if plan.stopped is not None:
         yield say("the search stopped {why:text}, so fewer modules may be enough", why=plan.stopped)

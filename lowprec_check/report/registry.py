@@ -103,6 +103,7 @@ def write(result: ScanResult, path: Path, format: str | None = None, *, verbose:
     Raises:
         UsageError: the file cannot be written.
     """
+    # a name wins over the suffix
     chosen = FORMATS.get(format) if format else format_of(path)
     render = chosen.render_verbose if verbose else chosen.render
     write_file(path, render(result))

@@ -115,6 +115,7 @@ def _loss(run: Run, way: TrainingWay | None, setup: TrainingSetup) -> str | None
         losses = way.losses
     if not losses:
         return None
+    # the loss after the last step, which may not be finite
     if losses[-1] is None:
         return "Inf/NaN"
     return f"{losses[-1]:.4g}"
@@ -141,6 +142,7 @@ def extra_blocks(result: ScanResult) -> Iterator[Block]:
     rows, left_out = [], 0
     for run in result.runs:
         worst = sorted(run.layer_errors, key=_layer_error, reverse=True)
+        # the five worst layers of each run
         left_out += len(worst[5:])
         for layer in worst[:5]:
             rows.append(Row([label(run), layer.module, layer.op, layer.local, layer.accumulated], module=layer.module))

@@ -49,7 +49,10 @@ _ESTIMATED = (
     "What goes with the module in fp32 and not with those inside it, "
     "by following each rounding error to the output. These add up to 1."
 )
-_MEASURED = "What went in a plain run with this module alone in fp32, with all inside. These overlap, and hold chance of that run."
+_MEASURED = (
+    "What went in a plain run with this module alone in fp32, with all inside. "
+    "These overlap, and hold chance of that run."
+)
 _LEAST_SHARE = 0.0005
 _SHOWN_MODULES = 8
 

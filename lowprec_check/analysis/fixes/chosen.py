@@ -69,6 +69,7 @@ def change_of(site: Site, fix: SourceFix, beside: Iterable[SourceFix] = ()) -> S
     old, new = (
         lines_of(text).texts for text in (site.source.text, edited(site.source.text, compose(site.source, [fix])))
     )
+    # all lines from the first to the last that differ
     blocks = [b for b in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes() if b[0] != "equal"]
     first, last = (blocks[0], blocks[-1]) if blocks else (("", 0, 0, 0, 0),) * 2
     op: str | None = short_op(site.op)

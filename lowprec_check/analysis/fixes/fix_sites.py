@@ -47,6 +47,7 @@ def distance_of(runs: Iterable[Run]) -> tuple[float, float]:
     rank, error = 0.0, 0.0
     for run in runs:
         rank += _RANKS.get(run.status, 3.0)
+        # a run that fails on some inputs only is half as bad
         if run.further_inputs is not None and run.further_inputs.tried:
             rank += 0.5 * run.further_inputs.failed / run.further_inputs.tried
         if run.status != "ok":
@@ -225,6 +226,7 @@ class Sites:
         source = self.files.find(shown)
         if isinstance(source, str):
             return source
+        # a scan of a patched source has places in the changed text
         patched = self._patched.get(source.path) or PatchedFile(source)
         node = patched.at(row.span) if row.span else _by_name(source, patched.original_line(int(number)), row.op)
         if node is None:

@@ -77,6 +77,7 @@ def compose(source: SourceText, fixes: Iterable[SourceFix]) -> list[Edit]:
     fixes = list(fixes)
     wide = {fix.anchor for fix in fixes if fix.stays_wide}
     widened = {node for fix in fixes for node in fix.widened if node not in wide}
+    # where one casts back and another widens, neither is needed
     backs = dict(fix.back for fix in fixes if fix.back is not None)
     edits = [edit for fix in fixes for edit in fix.edits]
     for node in widened ^ backs.keys():

@@ -63,6 +63,7 @@ def _call(place: ScriptPlace, name: str, locate: Locate) -> _Call | str:
     is_method = isinstance(node, ast.Call) and (isinstance(node.func, ast.Attribute) or name == "clip_grad")
     if not (isinstance(node, ast.Call) and is_method and isinstance(statement, ast.stmt)):
         return f"{name} is not called there as a method"
+    # lines can be put before and behind only such a statement
     is_alone = not isinstance(statement, ast.Expr) or statement.value is node
     if not is_alone or not source.can_be_indented(statement):
         return f"{name} is not a statement with lines of its own"

@@ -126,6 +126,7 @@ class SourceText:
 
     def _tokens(self) -> tuple[list[Span], dict[int, int], dict[int, int], dict[int, int]]:
         """Multi-line strings, matching parentheses, grouping parentheses before and behind."""
+        # parentheses of calls do not group
         calls = {self.call_opens(node) for node in ast.walk(self.tree) if isinstance(node, ast.Call)}
         strings, pairs, before, behind = list[Span](), dict[int, int](), dict[int, int](), dict[int, int]()
         stack, last_open, last_end = list[int](), -1, -1

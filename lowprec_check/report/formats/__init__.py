@@ -31,6 +31,7 @@ class TextFormat(ReportFormat):
 
     def lay_out(self, document: Document, detail: Detail = "first") -> str:
         """Blocks as text, 100 columns wide."""
+        # Rich is imported only for text
         from lowprec_check.report.layout.text import text
 
         return text(document, detail=detail)
@@ -67,6 +68,7 @@ class HtmlFormat(ReportFormat):
 
     def lay_out(self, document: Document) -> str:
         """Blocks as a page."""
+        # only pages need it
         from lowprec_check.report.layout.html import html
 
         return html(document)
@@ -96,6 +98,7 @@ class GitHubFormat(ReportFormat):
 
     def render(self, result: ScanResult) -> str:
         """A command for each finding, then the verdict."""
+        # GitHub has another word for a note
         commands = {"error": "error", "warning": "warning", "note": "notice"}
 
         def command(place: Place, message: Message) -> str:
@@ -130,6 +133,7 @@ def _lines(result: ScanResult, line: Callable[[Place, Message], str]) -> str:
     """A line for each message at each place, the most severe first, then the verdict."""
     messages = [(place, message) for place in places(result) for message in place.group.messages]
     messages.sort(key=lambda pair: SEVERITIES.index(pair[1].severity))
+    # the verdict is last, where a log is read first
     said = told(result)
     prediction = fill(" {}.", said.get("prediction"))
     verdict = visible(f"{tally(result.diagnostics)}. {said['verdict']}.{prediction}", 1000)

@@ -74,6 +74,7 @@ class SarifFormat(ReportFormat):
             "results": [_result(*pair, codes, result) for pair in zip(merged, fingerprints(merged), strict=True)],
             "properties": properties,
         }
+        # results outside the repository: code scanning cannot show their lines
         if foreign:
             note = {"level": "warning", "message": {"text": f"{counted(foreign, 'result')} {_BY_NAME}"}}
             run["invocations"] = [{"executionSuccessful": True, "toolExecutionNotifications": [note]}]

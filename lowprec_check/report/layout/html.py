@@ -56,6 +56,7 @@ _PAGE = Markup((_HERE / "page.html").read_text(encoding="utf-8"))
 
 def html(document: Document) -> str:
     """The whole document as a page on which only its own script runs, and which loads nothing."""
+    # a policy with the hash of the page's script forbids any other, such as one in a name
     style, script = ((_HERE / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     policy = f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"
     page = _Page()
@@ -98,6 +99,7 @@ class _Page:
             if verdict is None:
                 parts.append(Markup("<section>{}</section>\n").format(self.blocks(section)))
                 continue
+            # the verdict with the sentences and code that follow it
             start = section.index(verdict)
             no_text = (at for at in range(start + 1, len(section)) if isinstance(section[at], Heading | Chart))
             end = next(no_text, len(section))
@@ -150,6 +152,7 @@ class _Page:
         text = _text(visible(block.text, 4000))
         if block.lead:
             text = Markup("<b>{}</b> {}").format(_text(visible(block.lead, 1000)), text)
+        # one h1 for each page, which is the title or else the verdict
         if block.role == "title" and not self.has_title:
             self.has_title = True
             return Markup("<h1>{}</h1>\n").format(text)
@@ -203,6 +206,7 @@ class _Page:
                 attributes += Markup(' data-d="{0}" style="--d:{0}"').format(row.depth)
             if row.tag == "recommended":
                 attributes += Markup(' class="chosen"')
+            # a row without figures heads those below it
             is_head = is_tree and not row.depth and len(row.cells) > 2  # of the rows below it
             if is_head and all(value is None for value in row.cells[1:]):
                 text = cell_text(row.cells[0], block.columns[0].type)
@@ -263,8 +267,10 @@ def _cell(row: Row, index: int, block: Table, cards: bool) -> Markup:
     else:
         shown = _CELLS.get(column.type, _plain)(value, text, row)
     content = shown.content
+    # the tag stands beside the name of the row
     if index == 0 and row.tag:
         content = Markup('{} <span class="tag">{}</span>').format(content, visible(row.tag))
+    # what the script sorts by, where that is not the text
     if _is_searchable(block) and column.type in _ORDERED:
         attributes += Markup(' data-v="{:.6g}"').format(_order(value, column.type))
     classes = [shown.classes]
