@@ -111,8 +111,7 @@ def _inaccurate(run: Run) -> Sentence:
     if run.distance is None:
         return plain("; ".join(run.notes) or "the error is infinite")
     if run.rel_l2 is None:
-        differ = "{share:percent} of the values differ, tolerance {limit:percent}"
-        return say(differ, share=run.distance, limit=limit)
+        return say("{share:percent} of the values differ, tolerance {limit:percent}", share=run.distance, limit=limit)
     what = ""
     if run.compared_module:
         what = f" of the output of {run.compared_module}"

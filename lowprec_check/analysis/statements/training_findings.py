@@ -317,8 +317,7 @@ def scale_growth(run: Run, result: ScanResult) -> Made:
     stays = "it then skips about one step in {interval:number}, which does no harm"
     scale = power_of_two(way.final_scale)
     if fits <= way.final_scale:
-        words = f"{large} stays near {{scale:text}}: {stays}"
-        return chained(grows, say(words, scale=scale, interval=GROWTH_INTERVAL))
+        return chained(grows, say(f"{large} stays near {{scale:text}}: {stays}", scale=scale, interval=GROWTH_INTERVAL))
     words = f"{large} grows from {{now:text}} to {{scale:text}} in {{steps:number}} steps: {stays}"
     steps = round(log2(fits / way.final_scale)) * GROWTH_INTERVAL
     later = power_of_two(fits)
