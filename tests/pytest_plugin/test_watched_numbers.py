@@ -66,7 +66,7 @@ class EveryCall(TorchDispatchMode):
         return "complex" if any(dtype.is_complex for dtype in self.dtypes[op]) else "integer"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(tests=st.lists(st.lists(st.sampled_from(CALLS), max_size=25), max_size=3))
 def test_numbers_are_those_of_every_call(tests: list[list[Callable[[], Any]]]) -> None:
     for calls in tests:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -24,6 +24,7 @@ def lines(y: object, reference: object, tolerance: float = 0.01) -> list[str]:
     return repr(found).splitlines()
 
 
+@settings(max_examples=25)
 @given(y=VALUES, reference=VALUES, tolerance=st.sampled_from([1e-3, 1e-2, 0.5]))
 def test_a_comparison_fails_only_with_mismatched_elements(
     y: list[float], reference: list[float], tolerance: float

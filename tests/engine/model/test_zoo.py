@@ -40,7 +40,7 @@ def by_definition(boxes: torch.Tensor, scores: torch.Tensor, threshold: float) -
     return kept
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=25)
 @given(
     st.integers(0, 10_000), st.integers(0, 400), st.sampled_from([5.0, 60.0, 500.0]), st.sampled_from([0.1, 0.5, 0.9])
 )

@@ -243,7 +243,7 @@ def load_file(spec: str) -> Any:
     return module
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.sampled_from([*STEPS, Residual, Quantile]), min_size=1, max_size=5),
     st.sampled_from(list(BASES)),

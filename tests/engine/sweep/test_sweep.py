@@ -37,7 +37,7 @@ def installed_sweep() -> Sweep:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_the_catalog_agrees_with_direct_calls_of_random_ops(data: st.DataObject) -> None:
     sweep = installed_sweep()
@@ -252,6 +252,7 @@ def test_merged_failures_can_be_separated_again(templates: list[str]) -> None:
     assert [whole.of(dtype) for whole in found for dtype in LOW if whole.of(dtype)] == failures
 
 
+@settings(max_examples=25)
 @given(
     values=st.lists(st.floats(1, 64, width=32), min_size=1, max_size=20),
     steps=st.integers(-3, 3),

@@ -105,7 +105,7 @@ def test_an_op_that_the_reference_cannot_run_is_named() -> None:
     assert (budget.unexplained or 0.0) > 0.02
 
 
-@settings(max_examples=30)
+@settings(max_examples=25)
 @given(kinds=st.lists(st.sampled_from(STEPS), min_size=1, max_size=5), precision=st.sampled_from(LOW))
 def test_predictions_are_close_where_no_decision_differs(kinds: list[type[Step]], precision: str) -> None:
     found = run(build(kinds), (inputs(),), precision, budget=True)[1]
@@ -335,7 +335,7 @@ WITHOUT_CHOICES = [kind for kind in STEPS if kind is not Select]
 """An error that changes the order of values reaches the output through this choice, which no derivative shows."""
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     before=st.lists(st.sampled_from(STEPS), max_size=3),
     after=st.lists(st.sampled_from(WITHOUT_CHOICES), max_size=3),

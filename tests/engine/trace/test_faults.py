@@ -37,7 +37,7 @@ def findings(model: nn.Module, precision: str, x: Tensor, without_kernel: tuple[
     return diagnose(ScanResult(tool="t", target="t", model=info, environment={}, runs=[one]))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     before=st.lists(st.sampled_from(SAFE), min_size=1, max_size=3),
     after=st.lists(st.sampled_from(SAFE), max_size=3),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -103,6 +103,7 @@ def test_gradients_of_what_an_op_wrote_are_taken_and_cleared(view: View, pairs: 
         assert torch.equal(torch.zeros(SIZE) if left is None else left[direction], of_old.reshape(-1))
 
 
+@settings(max_examples=25)
 @given(data=st.data(), pairs=st.booleans())
 def test_gradients_of_several_views_add_up(data: st.DataObject, pairs: bool) -> None:
     known = COMPLEX_VIEWS if pairs else VIEWS

@@ -23,7 +23,7 @@ from lowprec_check.engine.trace.journal import Instrumented
 from lowprec_check.engine.trace.pending_figures import PendingFigures
 from lowprec_check.schema.precisions import PRECISIONS
 
-many = settings(max_examples=30, deadline=None)
+many = settings(max_examples=25, deadline=None)
 
 TIMES = ("time_ms", "reference_ms")
 

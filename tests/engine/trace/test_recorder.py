@@ -22,7 +22,7 @@ from lowprec_check.engine.trace.instrument import Options
 from lowprec_check.engine.trace.ops import dtype_flow
 from lowprec_check.schema.precisions import BF16, FP16, FP32
 
-many = settings(max_examples=40, deadline=None)
+many = settings(max_examples=25, deadline=None)
 
 
 def same_bits(a: Any, b: Any) -> bool:

@@ -234,7 +234,7 @@ def test_the_worst_tensor_of_the_output_counts() -> None:
 numbers = st.floats(allow_nan=False, allow_infinity=False, width=32)
 
 
-@settings(max_examples=200)
+@settings(max_examples=25)
 @given(values=st.lists(numbers, min_size=1, max_size=20))
 def test_rounding_is_that_of_the_format(values: list[float]) -> None:
     given_ = torch.tensor(values)
@@ -250,7 +250,7 @@ def test_rounding_is_that_of_the_format(values: list[float]) -> None:
         )
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 10_000), exponent=st.integers(-20, 20))
 def test_integers_have_a_scale_for_each_output_channel(seed: int, exponent: int) -> None:
     weight = torch.randn(5, 3, 2, 2, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
