@@ -48,13 +48,14 @@ reason = "another"
 NUMBERS = int, float
 DEEP = 100_000
 ODD_TEXTS = (
-    "", " ", "x" * 256, "x" * 5000, "\0", "a\nb", "\x1b[31m", "\u202e", "\u061c", "\U000e0041", "%s{}", "../../x", "/", "-", "~", "é" * 200,
-    "😀" * 80, "(a+)+$", "(", "[[:x:]]", "a{1000000}", "*" * 40, "(?P<x>", "a." * 10_000, "a/" * 3000, "::error::x", "<b>", "1e999", "nan", "2.99",
-    "LP101", "half", "cpu", "dask://x:1", "aten.mm.default", ">=2,<", "model.py --json x", "'", '"', "#", "$(x)", "\\", "\ud800",
+    "", " ", "x" * 256, "x" * 5000, "\0", "a\nb", "\x1b[31m", "\u202e", "\u061c", "\U000e0041", "%s{}", "../../x",
+    "/", "-", "~", "é" * 200, "😀" * 80, "(a+)+$", "(", "[[:x:]]", "a{1000000}", "*" * 40, "(?P<x>", "a." * 10_000,
+    "a/" * 3000, "::error::x", "<b>", "1e999", "nan", "2.99", "LP101", "half", "cpu", "dask://x:1", "aten.mm.default",
+    ">=2,<", "model.py --json x", "'", '"', "#", "$(x)", "\\", "\ud800",
 )  # fmt: skip
 ODD_VALUES: tuple[Any, ...] = (
-    None, True, False, 0, -1, 10**19, -(10**30), 10**400, 1.5, -0.0, 1e308, 5e-324, float("nan"), float("inf"), [], {}, [[]], [None], {"": ""},
-    {"x": {"y": []}}, ["x", 1], [0] * 1000, *ODD_TEXTS,
+    None, True, False, 0, -1, 10**19, -(10**30), 10**400, 1.5, -0.0, 1e308, 5e-324, float("nan"), float("inf"),
+    [], {}, [[]], [None], {"": ""}, {"x": {"y": []}}, ["x", 1], [0] * 1000, *ODD_TEXTS,
 )  # fmt: skip
 
 
@@ -141,8 +142,8 @@ def mutated_lines(data: bytes, drawn: random.Random) -> bytes:
         elif action == "deep":
             deep = drawn.choice((100, 5000, DEEP))
             lines.insert(at, drawn.choice((
-                f"{key or 'x'} = {'[' * deep}{']' * deep}", f"{key or 'x'} = {'{x=' * deep}0{'}' * deep}", f"[{'a.' * deep}a]", f"{'a.' * deep}a = 1",
-                f"[[{'tool.' * deep}x]]",
+                f"{key or 'x'} = {'[' * deep}{']' * deep}", f"{key or 'x'} = {'{x=' * deep}0{'}' * deep}",
+                f"[{'a.' * deep}a]", f"{'a.' * deep}a = 1", f"[[{'tool.' * deep}x]]",
             )))  # fmt: skip
         elif action == "word":
             lines[at] = re.sub(

@@ -63,7 +63,9 @@ for x, _ in batches():
 """,
     "clipping and a scheduler": """
 model = net()
-optimizer = torch.optim.SGD([{"params": model[0].parameters(), "lr": 0.5}, {"params": model[3].parameters()}, {"params": model[1].parameters(), "weight_decay": 0.0}], lr=0.2, weight_decay=0.1)
+groups = [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[3].parameters()}]
+groups += [{"params": model[1].parameters(), "weight_decay": 0.0}]
+optimizer = torch.optim.SGD(groups, lr=0.2, weight_decay=0.1)
 scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=6)
 for x, y in batches():
     loss = F.cross_entropy(model(x), y)
@@ -106,8 +108,10 @@ for x, _ in batches():
     optimizer.step()
 """,
     "a GAN": """
-generator, critic = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(), nn.Linear(8, 1))
-of_critic, of_generator = torch.optim.SGD(critic.parameters(), lr=0.1), torch.optim.Adam(generator.parameters(), lr=1e-2)
+generator = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 8))
+critic = nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(), nn.Linear(8, 1))
+of_critic = torch.optim.SGD(critic.parameters(), lr=0.1)
+of_generator = torch.optim.Adam(generator.parameters(), lr=1e-2)
 for x, _ in batches():
     fake = generator(torch.randn(len(x), 2))
     of_critic.zero_grad()
@@ -119,8 +123,10 @@ for x, _ in batches():
     of_generator.step()
 """,
     "a GAN that trains its generator first": """
-generator, critic = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(), nn.Linear(8, 1))
-of_critic, of_generator = torch.optim.Adam(critic.parameters(), lr=0.0), torch.optim.SGD(generator.parameters(), lr=1e-2)
+generator = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 8))
+critic = nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(), nn.Linear(8, 1))
+of_critic = torch.optim.Adam(critic.parameters(), lr=0.0)
+of_generator = torch.optim.SGD(generator.parameters(), lr=1e-2)
 for x, _ in batches():
     fake = generator(torch.randn(len(x), 2))
     of_generator.zero_grad()
@@ -251,7 +257,8 @@ for x, _ in batches():
             values[row:row + 8] = critic(x[row:row + 8])[:, 0]
             actions += torch.distributions.Categorical(logits=scores).sample().tolist()
     wanted = torch.tensor(actions)
-    loss = (F.cross_entropy(model(x), wanted, reduction="none") * (1 - values)).mean() + F.mse_loss(critic(x)[:, 0], wanted.float())
+    weighted = F.cross_entropy(model(x), wanted, reduction="none") * (1 - values)
+    loss = weighted.mean() + F.mse_loss(critic(x)[:, 0], wanted.float())
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -283,7 +290,8 @@ if __name__ == "__main__":
 model = nn.Linear(8, 3)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
 for p in model.parameters():
-    optimizer.state[p] = {"step": torch.tensor(5.0), "exp_avg": torch.full_like(p, 0.1), "exp_avg_sq": torch.full_like(p, 0.2)}
+    averages = {"exp_avg": torch.full_like(p, 0.1), "exp_avg_sq": torch.full_like(p, 0.2)}
+    optimizer.state[p] = {"step": torch.tensor(5.0), **averages}
 for x, y in batches():
     loss = F.cross_entropy(model(x), y)
     optimizer.zero_grad()
@@ -339,7 +347,8 @@ class Module(lightning.LightningModule):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), "interval": "step"}]
 data = DataLoader(TensorDataset(X, Y), batch_size=32)
-trainer = lightning.Trainer(max_steps=3, gradient_clip_val=0.1, accelerator="cpu", logger=False, enable_checkpointing=False)
+quiet = {"logger": False, "enable_checkpointing": False}
+trainer = lightning.Trainer(max_steps=3, gradient_clip_val=0.1, accelerator="cpu", **quiet)
 trainer.fit(Module(), data, data)
 """,
     "transformers": """
@@ -347,7 +356,8 @@ from transformers import BertConfig, BertForSequenceClassification, Trainer, Tra
 sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=50)
 model = BertForSequenceClassification(BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
 data = [{"input_ids": torch.randint(0, 50, (12,)), "labels": torch.tensor(number % 2)} for number in range(32)]
-options = TrainingArguments(output_dir="out", per_device_train_batch_size=8, max_steps=3, report_to=[], use_cpu=True, save_strategy="no")
+quiet = {"output_dir": "out", "report_to": [], "save_strategy": "no"}
+options = TrainingArguments(per_device_train_batch_size=8, max_steps=3, use_cpu=True, **quiet)
 Trainer(model, options, train_dataset=data).train()
 """,
     "accelerate": """
@@ -379,7 +389,8 @@ MIXED = {
 """How the loss of a step is computed. Scans differ or draw other numbers, so only the first step is made again."""
 
 SCRIPTS["the official example of a GAN"] = """
-netG, netD = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.LeakyReLU(), nn.Linear(8, 1), nn.Sigmoid())
+netG = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8))
+netD = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.LeakyReLU(), nn.Linear(8, 1), nn.Sigmoid())
 criterion = nn.BCELoss()
 optimizerD, optimizerG = torch.optim.Adam(netD.parameters(), lr=2e-4), torch.optim.Adam(netG.parameters(), lr=2e-4)
 for data, _ in batches():
@@ -491,8 +502,10 @@ REFUSED["a loss that torch cannot see"] = (
     "the loss was computed in a way that no function of torch shows",
 )
 GAN_HEAD = """
-generator, critic = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(), nn.Linear(8, 1))
-of_critic, of_generator = torch.optim.RMSprop(critic.parameters(), lr=1e-2), torch.optim.Adam(generator.parameters(), lr=1e-2)
+generator = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 8))
+critic = nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(), nn.Linear(8, 1))
+of_critic = torch.optim.RMSprop(critic.parameters(), lr=1e-2)
+of_generator = torch.optim.Adam(generator.parameters(), lr=1e-2)
 """
 REFUSED["one clip for two optimizers"] = (
     "first, second = (torch.optim.Adam([one]) for one in model.parameters())\nfor x, y in batches():\n"
@@ -584,14 +597,19 @@ SCRIPTS |= {kind: script for kind, (_, script) in SEVERAL.items()}
 
 STEP = "    loss.backward()\n    optimizer.step()\n    optimizer.zero_grad()\n"
 NOTED = {
-    "the script has another optimizer, Adam, made at train.py:14: the scan does not make its steps": "other = nn.Linear(8, 8)\n"
-    "second = torch.optim.Adam(other.parameters())\nfor x, y in batches():\n    loss = F.cross_entropy(model(other(x)), y)\n"
-    + STEP,
-    "2 of the 4 steps are observed: their batches are repeated, since there is no further one like that": "for x, y in [*batches()][:2]:\n"
-    "    loss = F.cross_entropy(model(x), y)\n" + STEP,
-    "1 of the 4 steps is observed: its batch is repeated, since train.py:16 calls other models than in the step before": "first = nn.Linear(8, 8)\n"
-    "optimizer.add_param_group({'params': first.parameters()})\nfor step, (x, y) in enumerate(batches()):\n    out = model(first(x)) if step else model(x)\n    loss = F.cross_entropy(out, y)\n"
-    + STEP,
+    "the script has another optimizer, Adam, made at train.py:14: the scan does not make its steps": (
+        "other = nn.Linear(8, 8)\nsecond = torch.optim.Adam(other.parameters())\nfor x, y in batches():\n"
+        "    loss = F.cross_entropy(model(other(x)), y)\n" + STEP
+    ),
+    "2 of the 4 steps are observed: their batches are repeated, since there is no further one like that": (
+        "for x, y in [*batches()][:2]:\n    loss = F.cross_entropy(model(x), y)\n" + STEP
+    ),
+    "1 of the 4 steps is observed: its batch is repeated, "
+    "since train.py:16 calls other models than in the step before": (
+        "first = nn.Linear(8, 8)\noptimizer.add_param_group({'params': first.parameters()})\n"
+        "for step, (x, y) in enumerate(batches()):\n    out = model(first(x)) if step else model(x)\n"
+        "    loss = F.cross_entropy(out, y)\n" + STEP
+    ),
     "train.py:15 makes a number of what the model computes (item)": "for x, y in batches():\n    out = model(x)\n"
     "    loss = F.cross_entropy(out, y) * out.max().item()\n" + STEP,
     "the script calls backward() 2 times for a step": "for x, y in batches():\n    for half in x.split(16):\n"

@@ -231,7 +231,8 @@ def test_without_a_budget_severities_are_those_of_the_rules_and_nothing_is_a_cau
     for budget in (None, ErrorBudget(reason="too little memory")):
         diagnostics = found(a_result(a_run(*EVERY, budget=budget)), *NUMERICS)
         assert {d.code: d.severity for d in diagnostics} == {
-            "LP201": "error", "LP202": "warning", "LP203": "error", "LP302": "warning", "LP303": "warning", "LP304": "note",
+            "LP201": "error", "LP202": "warning", "LP203": "error",
+            "LP302": "warning", "LP303": "warning", "LP304": "note",
         }  # fmt: skip
         assert {d.matters for d in diagnostics} == {None}
         assert not any("cause" in d.message or "originate" in d.message for d in diagnostics)
@@ -447,8 +448,9 @@ def test_failing_runs_come_first_and_equal_answers_share_a_line() -> None:
     other = with_shares("autocast-fp16", "inaccurate", b=0.9)
     result = a_result(good, bad, like, other)
     assert [line.partition(" (")[0] for line in budget_lines(result)] == [
-        "half, bfloat16: shares of the error, estimated: 50 – 53 % a", "autocast-fp16: shares of the error, estimated: 90 % b",
-    ]  # fmt: skip
+        "half, bfloat16: shares of the error, estimated: 50 – 53 % a",
+        "autocast-fp16: shares of the error, estimated: 90 % b",
+    ]
 
 
 def test_runs_share_a_line_only_if_all_of_it_is_true_of_both() -> None:

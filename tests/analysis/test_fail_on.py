@@ -28,7 +28,7 @@ SEVERITIES: tuple[Severity, ...] = ("note", "warning", "error")
 
 
 def exit_code(result: ScanResult, fail_on: str, with_baseline: bool) -> int:
-    """The manual's rule: 1 if nothing passes or for a new finding of that severity (with a baseline: not from times)."""
+    """1 if nothing passes, or for a new finding of that severity; with a baseline, findings from times are exempt."""
     if fail_on == "never":
         return 0
     worst = max(

@@ -68,14 +68,19 @@ def test_versions(torch: str, first: str | None) -> None:
     assert found[:1] == ([first] if first else [])
 
 
+NO_DOT = "\"dot\" not implemented for 'Half'"
+NO_CHOLESKY = "\"cholesky_cpu\" not implemented for 'Half'"
+NO_HALF = "Unsupported dtype Half"
+
+
 @pytest.mark.parametrize(
     ("first", "criteria"),
     [
-        ("ipex-673", {"op": "aten::dot", "model": "Whitening", "message": "\"dot\" not implemented for 'Half'", "device": "xpu:0"}),
-        ("torch-xpu-ops-2615", {"op": "aten.fft_rfft.default", "device": "xpu", "code": "LP102", "message": "Unsupported dtype Half"}),
-        ("torch-xpu-ops-2615", {"op": "torch.fft.rfft", "device": "xpu", "code": "LP102", "message": "Unsupported dtype Half"}),
+        ("ipex-673", {"op": "aten::dot", "model": "Whitening", "message": NO_DOT, "device": "xpu:0"}),
+        ("torch-xpu-ops-2615", {"op": "aten.fft_rfft.default", "device": "xpu", "code": "LP102", "message": NO_HALF}),
+        ("torch-xpu-ops-2615", {"op": "torch.fft.rfft", "device": "xpu", "code": "LP102", "message": NO_HALF}),
         ("pytorch-70664", {"op": "aten._fft_r2c", "device": "cuda", "dtype": "half"}),
-        ("pytorch-48245", {"op": "aten.cholesky", "device": "cpu", "code": "LP101", "message": "\"cholesky_cpu\" not implemented for 'Half'"}),
+        ("pytorch-48245", {"op": "aten.cholesky", "device": "cpu", "code": "LP101", "message": NO_CHOLESKY}),
         ("transformers-5651", {"model": "T5ForConditionalGeneration", "code": "LP201", "dtype": "half"}),
         ("transformers-35332", {"op": "aten.masked_fill_.Scalar", "code": "LP204"}),
         ("pytorch-146508", {"op": "aten.addmm.default", "code": "LP106", "device": "cpu", "dtype": "half"}),

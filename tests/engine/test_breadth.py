@@ -18,13 +18,14 @@ pytestmark = pytest.mark.slow
 
 # The smallest of each file of torchvision, and of each kind of block: with or without bottleneck, groups, fusion.
 FAMILIES = (
-    "alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "efficientnet_v2_s", "googlenet", "inception_v3", "maxvit_t",
-    "mnasnet0_5", "mobilenet_v2", "mobilenet_v3_small", "regnet_x_400mf", "regnet_y_400mf", "resnet18", "resnet50",
-    "resnext50_32x4d", "shufflenet_v2_x0_5", "squeezenet1_1", "swin_t", "swin_v2_t", "vgg11", "vit_b_32",
+    "alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "efficientnet_v2_s", "googlenet", "inception_v3",
+    "maxvit_t", "mnasnet0_5", "mobilenet_v2", "mobilenet_v3_small", "regnet_x_400mf", "regnet_y_400mf", "resnet18",
+    "resnet50", "resnext50_32x4d", "shufflenet_v2_x0_5", "squeezenet1_1", "swin_t", "swin_v2_t", "vgg11", "vit_b_32",
 )  # fmt: skip
 # Convolutions: without batch norm, depthwise, gated, concatenated, shuffled; layer norm; global and shifted attention.
 KINDS = (
-    "resnet18", "squeezenet1_1", "mobilenet_v3_small", "densenet121", "shufflenet_v2_x0_5", "convnext_tiny", "vit_b_32", "swin_v2_t",
+    "resnet18", "squeezenet1_1", "mobilenet_v3_small", "densenet121", "shufflenet_v2_x0_5", "convnext_tiny",
+    "vit_b_32", "swin_v2_t",
 )  # fmt: skip
 # Without fp16 arithmetic a CPU takes minutes for larger ones. Gates, shuffled channels, no batch norm.
 SMALL = ("mobilenet_v3_small", "shufflenet_v2_x0_5", "squeezenet1_1")

@@ -108,14 +108,19 @@ def test_every_expression_can_be_wrapped_where_it_is(tmp_path: Path) -> None:
 
 
 CASES = {
-    "constant": ("h = self.fc(x)\nreturn h.masked_fill(torch.arange(8) > 3, -1e9).softmax(-1)", "max(-1e9, torch.finfo(h.dtype).min)"),
-    "named constant": ("h = self.fc(x)\nbig = 1e9\nreturn torch.clamp(h, max=big)  # as it was", "min(big, torch.finfo(h.dtype).max)"),
-    "eps": ("h = self.fc(x) * 0\nreturn self.fc(x) + h / (h.norm(dim=-1, keepdim=True) + 1e-8)", "max(1e-8, torch.finfo("),
-    "default eps": ("h = self.fc(x) * 0\nreturn self.fc(x) + F.normalize(h, dim=-1)", "eps=max(1e-12, torch.finfo(h.dtype).tiny)"),
+    "constant": ("h = self.fc(x)\nreturn h.masked_fill(torch.arange(8) > 3, -1e9).softmax(-1)",
+                 "max(-1e9, torch.finfo(h.dtype).min)"),
+    "named constant": ("h = self.fc(x)\nbig = 1e9\nreturn torch.clamp(h, max=big)  # as it was",
+                       "min(big, torch.finfo(h.dtype).max)"),
+    "eps": ("h = self.fc(x) * 0\nreturn self.fc(x) + h / (h.norm(dim=-1, keepdim=True) + 1e-8)",
+            "max(1e-8, torch.finfo("),
+    "default eps": ("h = self.fc(x) * 0\nreturn self.fc(x) + F.normalize(h, dim=-1)",
+                    "eps=max(1e-12, torch.finfo(h.dtype).tiny)"),
     "overflow": ("h = self.fc(x) * 400\nreturn h / h.pow(2).mean(-1, keepdim=True).sqrt()", "h.float().pow(2)"),
     "kernel": ("h = self.fc(x)\nreturn torch.linalg.qr(h.T @ h)[1]", "qr((h.T @ h).float())[1].to(h.dtype)"),
     "factory": ("h = self.fc(x)\nw = torch.eye(8)\nreturn h @ w", "torch.eye(8, dtype=x.dtype)"),
-    "in place": ("h = self.fc(x) * 300\nh *= h\nreturn h.mean(-1, keepdim=True).sqrt() + self.fc(x)", "h = (h.float() * h.float())"),
+    "in place": ("h = self.fc(x) * 300\nh *= h\nreturn h.mean(-1, keepdim=True).sqrt() + self.fc(x)",
+                 "h = (h.float() * h.float())"),
     "scale": ("h = self.fc(x) * 400\nreturn (h @ h.T) / 4096", "2**-"),
 }  # fmt: skip
 

@@ -428,8 +428,8 @@ PACKS = {
 
 
 WITHOUT_REFERENCE = {
-    "reversed array", "array of another byte order", "array of long doubles", "records", "array-like", "number", "sparse",
-    "sparse rows", "nested",
+    "reversed array", "array of another byte order", "array of long doubles", "records", "array-like", "number",
+    "sparse", "sparse rows", "nested",
 }  # fmt: skip
 
 

@@ -283,8 +283,8 @@ from torch import nn
 model = nn.Sequential(nn.Linear(8, 33), nn.Tanh(), nn.LayerNorm(33), nn.Linear(33, 4))
 x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
 def ways(isolation, optimizer=None):
-    result = lowprec_check.scan(model, x, train=True, steps=3, precisions="autocast-bf16,autocast-fp16,bfloat16", plan=False,
-                                times="off", isolation=isolation, optimizer=optimizer)
+    result = lowprec_check.scan(model, x, train=True, steps=3, precisions="autocast-bf16,autocast-fp16,bfloat16",
+                                plan=False, times="off", isolation=isolation, optimizer=optimizer)
     assert "intel_extension_for_pytorch" not in sys.modules
     return [(run.precision, way.name, way.losses) for run in result.runs for way in run.training.ways]
 def extension(found):

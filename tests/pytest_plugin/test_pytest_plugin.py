@@ -314,8 +314,9 @@ def test_no_gaps_shows_an_error_that_occurs_only_in_half(project: pytest.Pyteste
 @pytest.mark.parametrize(
     "call",
     [
-        "check(net, x[:3, :3])", 'check(net, x, device="tpu")', 'assert_supported("dott")', "assert_no_gaps(net, x, dtype=int)",
-        'assert_no_gaps(net, x, device="tpu")', 'record(device="tpu")', "record(torch.float32)", "cast(x)",
+        "check(net, x[:3, :3])", 'check(net, x, device="tpu")', 'assert_supported("dott")',
+        "assert_no_gaps(net, x, dtype=int)", 'assert_no_gaps(net, x, device="tpu")',
+        'record(device="tpu")', "record(torch.float32)", "cast(x)",
     ],
 )  # fmt: skip
 def test_a_wrong_call_is_shown_at_its_line(project: pytest.Pytester, call: str) -> None:
@@ -485,7 +486,8 @@ def test_every_spelling_of_a_precision_is_shown_by_its_name(name: str, project: 
     "arguments",
     [
         '"fp16,amp_bf16"', '["fp16", "amp-bf16"]', '"fp16", "amp-bf16"', 'torch.half, "amp-bf16"',
-        'precisions=["half", "amp-bf16"]', 'precision="half,amp-bf16"', 'precisions=(torch.half, "amp-bf16"), device="cpu"',
+        'precisions=["half", "amp-bf16"]', 'precision="half,amp-bf16"',
+        'precisions=(torch.half, "amp-bf16"), device="cpu"',
     ],
 )  # fmt: skip
 def test_the_marker_takes_lists(arguments: str, project: pytest.Pytester) -> None:
@@ -508,7 +510,8 @@ def test_helpers_take_a_precision(project: pytest.Pytester) -> None:
         assert (x @ x.T).dtype == torch.bfloat16
     assert "<autocast-fp16: error 5.0e-01 is over the tolerance 1e-02" in repr(lowprec.allclose(x * 1.5, x, "amp-fp16"))
     gate = repr(lowprec.allclose({"x": x, "gate": torch.ones(3) / 8}, {"x": x, "gate": torch.zeros(3)}, "half"))
-    assert "<half: the reference is zero, the output is not: error inf is over the tolerance 1e-02 (max_abs 1.2e-01)" in gate
+    zero = "<half: the reference is zero, the output is not: "
+    assert f"{zero}error inf is over the tolerance 1e-02 (max_abs 1.2e-01)" in gate
     result = lowprec.check(nn.Linear(8, 8), x, precision="fp16,amp_bf16")
     assert [run.precision for run in result.runs if run.is_low] == ["half", "autocast-bf16"]
     assert lowprec.check(nn.Linear(8, 8), x, precision=torch.bfloat16).run("bfloat16").status == "ok"

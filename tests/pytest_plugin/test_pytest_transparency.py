@@ -297,7 +297,8 @@ def test_condition():
     torch.ops.higher_order.cond(torch.tensor(True), product, torch.add, (torch.ones(2, 3), torch.ones(2, 3)))
 def test_builtin_in_condition():
     torch.ops.higher_order.cond(torch.tensor(True), torch.mm, torch.add, (torch.ones(2, 3), torch.ones(2, 3)))
-def test_dtypes(): torch.ops.higher_order.out_dtype(torch.ops.aten.mm.default, torch.int32, *[torch.ones(2, 3).char()] * 2)
+def test_dtypes():
+    torch.ops.higher_order.out_dtype(torch.ops.aten.mm.default, torch.int32, *[torch.ones(2, 3).char()] * 2)
 
 @pytest.fixture(scope="module")
 def refused(): return product(torch.ones(2, 3), torch.ones(2, 3))

@@ -24,10 +24,13 @@ N, B, D, X, C = (
 )
 D0, X0 = torch.tensor(2.0).double(), torch.tensor(2.0)
 CALLS: list[Callable[[], Any]] = [
-    *(lambda one=one, other=other: one * other for one in (N, B, D, X, C, D0, X0) for other in (N, D, X, C, 2, 2.0, 2j)),
+    *(lambda one=one, other=other: one * other
+      for one in (N, B, D, X, C, D0, X0) for other in (N, D, X, C, 2, 2.0, 2j)),
     *(lambda one=one, other=other: one / other for one in (N, D, X, C) for other in (N, D, 2, 2.0)),
-    *(lambda one=one, mode=mode: torch.div(one, N + 1, rounding_mode=mode) for one in (N, D, X) for mode in (None, "floor")),
-    *(lambda one=one, dtype=dtype: one.sum(dtype=dtype) for one in (N, D, X) for dtype in (None, torch.double, torch.half)),
+    *(lambda one=one, mode=mode: torch.div(one, N + 1, rounding_mode=mode)
+      for one in (N, D, X) for mode in (None, "floor")),
+    *(lambda one=one, dtype=dtype: one.sum(dtype=dtype)
+      for one in (N, D, X) for dtype in (None, torch.double, torch.half)),
     *(lambda one=one, dtype=dtype: one.to(dtype, copy=True) for one in (N, D, X) for dtype in (torch.int, torch.half)),
     *(lambda one=one: torch.stack([one, one]) for one in (N, D, X, C)),
     *(lambda one=one: one[N] for one in (N, D, X, C)),

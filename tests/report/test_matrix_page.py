@@ -36,6 +36,8 @@ def model(name: str, *cells: MatrixCell, **more: Any) -> MatrixRow:
 
 
 DOT = "aten.dot.default"
+NO_KERNEL = {"gaps": [DOT], "first_gap": DOT, "first_gap_kind": "missing-kernel"}
+TINY = "the output is tiny (rms 3e-12): fp16 flushes it to zero"
 MATRIX = Matrix(
     rows=[
         model(
@@ -48,7 +50,7 @@ MATRIX = Matrix(
         ),
         model(
             "gap.py",
-            cell("bfloat16", "error", None, gaps=[DOT], first_gap=DOT, first_gap_kind="missing-kernel", codes=["LP101"]),
+            cell("bfloat16", "error", None, codes=["LP101"], **NO_KERNEL),
             cell("half", error=9e-3, time=0.2, memory=0.7),
             cell("autocast-fp16", "nonfinite", None, codes=["LP201"]),
             weights="scaled",
@@ -57,7 +59,7 @@ MATRIX = Matrix(
         model(
             "tiny.py",
             cell("bfloat16", error=5e-3, time=0.9, memory=0.6),
-            cell("half", "inaccurate", 1.0, time=0.1, memory=0.1, degenerate="the output is tiny (rms 3e-12): fp16 flushes it to zero"),
+            cell("half", "inaccurate", 1.0, time=0.1, memory=0.1, degenerate=TINY),
             cell("autocast-fp16", "ok", 0.0, degenerate="the fp32 output is all zeros"),
             codes=["LP901"],
             parameters=20,

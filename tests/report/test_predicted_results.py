@@ -319,8 +319,8 @@ def test_the_advice_is_a_prediction() -> None:
 
 @pytest.mark.parametrize(
     ("device", "torch", "imported"),
-    [("xpu", "2.3", True), ("xpu", "2.4.1+xpu", True), ("xpu", "2.5", False), ("xpu", "2.13", False), ("xpu", "", False),
-     ("cuda", "2.3", False), ("cpu", "2.3", False)],
+    [("xpu", "2.3", True), ("xpu", "2.4.1+xpu", True), ("xpu", "2.5", False), ("xpu", "2.13", False),
+     ("xpu", "", False), ("cuda", "2.3", False), ("cpu", "2.3", False)],
 )  # fmt: skip
 def test_intels_extension_is_imported_where_torch_has_no_xpu(device: str, torch: str, imported: bool) -> None:
     code = snippet(RunKey("half", device=device), RESULT.model, torch_version=torch)

@@ -301,8 +301,8 @@ def test_reports_do_not_need_the_package(folder: Path, scanned: Path, tmp_path: 
 def test_a_saved_run_says_whether_its_backend_lowers_precision(folder: Path, tmp_path: Path) -> None:
     saved = tmp_path / "scan.json"
     done = call(
-        folder, "scan", "mymodel.py", "-p", "fp32,half", "--backend", "eager,int6,same", "--times", "off", "--no-plan", "--json",
-        str(saved), "--fail-on", "never",
+        folder, "scan", "mymodel.py", "-p", "fp32,half", "--backend", "eager,int6,same", "--times", "off", "--no-plan",
+        "--json", str(saved), "--fail-on", "never",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     result = ScanResult.load(saved)  # without the package

@@ -451,7 +451,10 @@ WHISPER = (
     "whisper,encoder_layers=1,decoder_layers=1,d_model=32,encoder_attention_heads=2,decoder_attention_heads=2,"
     "encoder_ffn_dim=32,decoder_ffn_dim=32,max_source_positions=50,vocab_size=60000"
 )
-VIT = "ViTForImageClassification,num_hidden_layers=1,hidden_size=32,num_attention_heads=2,intermediate_size=32,image_size=32"
+VIT = (
+    "ViTForImageClassification,num_hidden_layers=1,hidden_size=32,num_attention_heads=2,"
+    "intermediate_size=32,image_size=32"
+)
 ZOO = [
     "torchvision:resnet18",
     "timm:resnet10t",

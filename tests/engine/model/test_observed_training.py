@@ -519,8 +519,10 @@ FIXED_GAN = """
 import torch
 from torch import nn
 torch.manual_seed(0)
-generator, critic = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(), nn.Linear(8, 1))
-of_critic, of_generator = torch.optim.SGD(critic.parameters(), lr=0.1), torch.optim.Adam(generator.parameters(), lr=1e-2)
+generator = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 8))
+critic = nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(), nn.Linear(8, 1))
+of_critic = torch.optim.SGD(critic.parameters(), lr=0.1)
+of_generator = torch.optim.Adam(generator.parameters(), lr=1e-2)
 real, noise = torch.randn(16, 8), torch.randn(16, 2)
 """
 LOOP = """

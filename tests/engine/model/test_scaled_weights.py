@@ -190,7 +190,10 @@ def test_a_model_that_fails_is_named() -> None:
 
 def test_each_load_gives_the_same_weights(tmp_path: Path) -> None:
     file = tmp_path / "net.py"
-    file.write_text("import torch\nmodel = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Linear(512, 9))\ninputs = torch.randn(64, 512)\n")  # fmt: skip
+    file.write_text(
+        "import torch\nmodel = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Linear(512, 9))\n"
+        "inputs = torch.randn(64, 512)\n"
+    )
     before, models = torch.get_num_threads(), []
     try:
         for threads in (1, 2):

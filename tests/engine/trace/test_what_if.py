@@ -468,8 +468,8 @@ def test_the_command_saves_and_shows_predictions(tmp_path: Path, call: Call) -> 
         "model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8)).eval()\ninputs = torch.randn(4, 32)\n"
     )
     done = call(
-        "scan", str(tmp_path / "net.py"), "-p", "bfloat16", "--device", "cpu", "--what-if", "tf32", "--what-if", "fp8,fp8",
-        "--json", str(tmp_path / "scan.json"),
+        "scan", str(tmp_path / "net.py"), "-p", "bfloat16", "--device", "cpu", "--what-if", "tf32",
+        "--what-if", "fp8,fp8", "--json", str(tmp_path / "scan.json"),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     saved = json.loads((tmp_path / "scan.json").read_text())
