@@ -203,18 +203,14 @@ def _training(before: Run, after: Run) -> Iterator[ScanChange]:
     lost, loses = (None if way is None else way.lost_updates for way in (was, is_now))
     direction: Direction
     if lost is not None and loses is not None and abs(loses - lost) >= LOST:
-        direction, how = "better", "fewer"
-        if loses > lost:
-            direction, how = "worse", "more"
+        direction, how = ("worse", "more") if loses > lost else ("better", "fewer")
         what, shares = f"rounding loses {how} updates of weights", (percent(lost), percent(loses))
         yield ScanChange(kind="error", direction=direction, run=label(after), what=what, old=shares[0], new=shares[1])
     # the first way is what the status of the run says; a trap is never advised
     for way in after.training.ways:
         earlier, is_other = before.training.way(way.name), way is not is_now and not way.declared.is_trap
         if earlier is not None and is_other and (earlier.status == "ok") != (way.status == "ok"):
-            direction, how = "worse", "passes no longer"
-            if way.status == "ok":
-                direction, how = "better", "passes now"
+            direction, how = ("better", "passes now") if way.status == "ok" else ("worse", "passes no longer")
             what, sides = f"{way.declared.words}: {how}", (earlier.status, way.status)
             yield ScanChange(
                 kind="status", direction=direction, run=label(after), what=what, old=sides[0], new=sides[1]
@@ -252,9 +248,7 @@ def _gaps(before: Run, after: Run) -> Iterator[ScanChange]:
         {(gap.op, gap.kind, gap.phase, stable_path(gap.module), file_of(gap.source)): gap for gap in failing_gaps(run)}
         for run in (before, after)
     )
-    new: tuple[Direction, str] = ("other", "not checked before")
-    if was_checked(before):
-        new = ("worse", "new")
+    new: tuple[Direction, str] = ("worse", "new") if was_checked(before) else ("other", "not checked before")
     yield from _gap_changes(after, [gap for place, gap in is_now.items() if place not in was], *new)
     if was_checked(after):
         yield from _gap_changes(before, [gap for place, gap in was.items() if place not in is_now], "better", "fixed")

@@ -81,9 +81,7 @@ def recommendation_of(
 ) -> Recommendation:
     """Recommend ``run``, or a ``way`` to train, whose times it may not have (``is_timed``)."""
     times, ratio, gains = speed(run, runs), memory_ratio(run, runs), []
-    worth: Worth = "unknown"
-    if is_timed:
-        worth = worth_of(run, runs)
+    worth: Worth = worth_of(run, runs) if is_timed else "unknown"
     if is_timed and times.told == "faster":
         gains.append(times.text())
     if is_timed and ratio is not None and _is_smaller(run, runs):

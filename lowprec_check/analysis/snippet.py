@@ -161,9 +161,7 @@ def prepare(
 
 def _cast(precision: Precision, keep: Sequence[str], untied: Sequence[str]) -> str:
     dtype, untie = precision.format.dtype, ""
-    cast = f"to({dtype})"
-    if precision.method:
-        cast = f"{precision.method}()"
+    cast = f"{precision.method}()" if precision.method else f"to({dtype})"
     if not keep:
         return f"model = model.{cast}"
     if untied:

@@ -113,9 +113,7 @@ def _updates(way: TrainingWay, setup: TrainingSetup, device: str, number: int | 
     # a class that wraps the optimizer does all of it, clipping in a hook of its own
     if class_code:
         kind = class_code.partition(":")[0].removeprefix("class ")
-        make = "optimizer"
-        if made != "optimizer(parameters)":
-            make = f"lambda parameters: {made}"
+        make = "optimizer" if made == "optimizer(parameters)" else f"lambda parameters: {made}"
         arguments = ", ".join(filter(None, (parameters, make, scaler and "scaler")))
         before = [f"{updater} = {kind}({arguments})"]
         for clip in clips:

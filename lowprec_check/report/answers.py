@@ -176,9 +176,7 @@ def gaps_document(found: Gaps) -> Document:
     dtype, is_measured = SHORT[found.dtype], found.evidence == "measured"
     title = f"{found.device} · torch {found.torch} · {dtype} · {found.evidence}"
     share = f"{len(found.missing)} of {found.runnable} operators that run in fp32"
-    groups = _GROUPS
-    if not is_measured:
-        groups = _GROUPS[:2]
+    groups = _GROUPS if is_measured else _GROUPS[:2]
     rows = []
     for missing in found.missing:
         of_groups = ([missing.states.get(mode) for mode in group] for group in groups)

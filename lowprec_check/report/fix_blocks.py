@@ -88,9 +88,7 @@ def _of_script(fixing: Fixing, script: ScriptProof) -> tuple[str, Tone]:
     # no change: either none is needed, or none helps
     if fixing.passes:
         return f"Nothing to fix: {what} {before}.", "good"
-    reason = "No known fault was seen, so nothing is changed"
-    if fixing.left_alone:
-        reason = "No change was found"
+    reason = "No change was found" if fixing.left_alone else "No known fault was seen, so nothing is changed"
     others = " lowprec-check scan --train tries other loss scales and ways to train."
     return f"{reason}: {what} {before}.{tolerance}{others}", "bad"
 

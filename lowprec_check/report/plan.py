@@ -78,9 +78,7 @@ def _proof(plan: Plan) -> Iterator[Sentence]:
         yield say("the metric is {metric:loss}, in fp32 {fp32:loss}", metric=plan.metric, fp32=plan.fp32_metric)
         yield say("it may drop by {most:figure}", most=plan.max_drop)
     elif plan.rel_l2 is not None:
-        words = "the error is"
-        if plan.evidence == "predicted":
-            words = "the error is predicted to be"
+        words = "the error is predicted to be" if plan.evidence == "predicted" else "the error is"
         yield say(f"{words} {{error:error}}, the tolerance {{limit:limit}}", error=plan.rel_l2, limit=plan.tolerance)
         if plan.predicted is not None and plan.evidence == "measured":
             yield say("{error:error} was predicted", error=plan.predicted)

@@ -55,11 +55,8 @@ def runs_table(result: ScanResult, said: Sequence[Statement] | None = None) -> T
     rows = []
     for run, of_run in zip(result.runs, figures, strict=True):
         name = label(run)
-        about = [each for each in said if each.about in ("runs", "margin") and name in each.runs]
-        if run.is_reference:
-            why = _why_reference(run)
-        else:
-            why = "; ".join(each.text_of(name) for each in about)
+        about = (each for each in said if each.about in ("runs", "margin") and name in each.runs)
+        why = _why_reference(run) if run.is_reference else "; ".join(each.text_of(name) for each in about)
         cells = [name, shown_status(run, result), *(of_run.get(column.name) for column in shown), why]
         rows.append(Row(cells, tag(run, result)))
     columns = [Column("run" if named else "precision", "run"), Column("status", "status"), *shown]

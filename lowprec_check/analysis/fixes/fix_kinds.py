@@ -41,9 +41,7 @@ def constants(site: Site, scene: Scene) -> Iterator[SourceFix]:
             return
         span, text = site.source.span(node), site.source.segment(node)
         if largest < abs(number) < float("inf"):
-            end, choose = "max", "min"
-            if number < 0:
-                end, choose = "min", "max"
+            end, choose = ("min", "max") if number < 0 else ("max", "min")
             limit = f"{torch}.finfo({dtype}).{end}"
             why = f"{number:g} does not fit: use the limit of the dtype"
             new = limit

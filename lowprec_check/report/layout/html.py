@@ -307,9 +307,8 @@ def _error(value: ErrorOf | float, text: str, _: Row) -> _Shown:
             return _percent((math.log10(error) + 6) / 6)
         return 0
 
-    classes = "bar good"
-    if value.error is None or value.error > value.tolerance:
-        classes = "bar bad"
+    is_over = value.error is None or value.error > value.tolerance
+    classes = "bar bad" if is_over else "bar good"
     more = Markup(' style="--w:{}%;--t:{}%" title="tolerance {}"')
     ends = place(value.error), place(value.tolerance)
     return _Shown(text, classes, more.format(*ends, limit_figure(value.tolerance)))
