@@ -58,6 +58,9 @@ def test_commands_in_examples_exist(call: Call) -> None:
         assert all(option in shown for option in options if option.startswith("--")), command
 
 
+FAST: Any = {"plan": False, "isolation": "none", "further_inputs": 0}
+
+
 class Step(NamedTuple):
     """How the example of a page runs: as the ``forward`` of a model, whose ``x`` and other names are prepared here."""
 
@@ -69,6 +72,7 @@ class Step(NamedTuple):
     without_kernel: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     """Other precisions that the finding needs."""
+    times: str = "off"
     is_quiet_before: bool = False
     """Whether the finding depends on the machine, so that only the absence after the change is checked."""
 
@@ -94,10 +98,10 @@ STEPS = {
     "LP303": Step(precision="bfloat16", inputs=draw(64, 64, offset=10.0)),
     "LP304": Step("pass", precision="autocast-bf16", inputs=draw(4096, 8)),
     "LP305": Step(NEARLY_SINGULAR, precision="bfloat16", inputs=draw(8, 4)),
-    "LP401": Step("pass", precision="autocast-bf16"),
-    "LP402": Step("x = x.reshape(1, 1, 8, 8)", precision="autocast-fp16", others=("half",)),
+    "LP401": Step("pass", precision="autocast-bf16", times="on"),
+    "LP402": Step("x = x.reshape(1, 1, 8, 8)", precision="autocast-fp16", others=("half",), times="on"),
     "LP902": Step(),
-    "LP904": Step(is_quiet_before=True),
+    "LP904": Step(is_quiet_before=True, times="on"),
     "LP905": Step(),
 }
 MACHINE = {
@@ -148,10 +152,8 @@ def model_of(step: Step, code: str) -> nn.Module:
 def codes_of(step: Step, code: str) -> set[str]:
     """The codes of the findings about the model in its precision, or about the whole scan."""
     inputs = draw(8, 8) if step.inputs is None else step.inputs
-    precisions = [step.precision, *step.others]
-    result: ScanResult = scan(
-        model_of(step, code), inputs, precisions=precisions, without_kernel=step.without_kernel, plan=False
-    )
+    options: Any = FAST | {"precisions": [step.precision, *step.others], "times": step.times}
+    result: ScanResult = scan(model_of(step, code), inputs, without_kernel=step.without_kernel, **options)
     return {d.code for d in result.diagnostics}
 
 
@@ -194,7 +196,7 @@ class Large(nn.Linear):
 def test_another_precision_passes() -> None:
     x = draw(8, 8)
     wanted = Large(8, 8).requires_grad_(False)
-    result = scan(wanted, x, precisions=["half", "autocast-bf16"], plan=False)
+    result = scan(wanted, x, precisions=["half", "autocast-bf16"], times="off", **FAST)
     assert [d.precision for d in result.diagnostics if d.code == "LP301"] == ["half"]
     for code in ("LP301", "LP106"):
         outputs = []
@@ -230,5 +232,5 @@ class Branch(nn.Module):
 def test_inputs_that_reach_a_module() -> None:
     before, after = (executed(text)["inputs"] for text in example_of("LP901"))
     for inputs, modules in ((before, ["long"]), (after, [])):
-        result = scan(Branch(), inputs, precisions=["bfloat16"], plan=False)
+        result = scan(Branch(), inputs, precisions=["bfloat16"], times="off", **FAST)
         assert [d.module for d in result.diagnostics if d.code == "LP901"] == modules
