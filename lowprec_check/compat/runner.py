@@ -42,6 +42,9 @@ Result = TypeVar("Result")
 _RESUME = "Start the cluster again and run the same command to resume."
 
 _POLL_SECONDS = 10
+# How long to wait for the scheduler to answer.
+_CONNECT_SECONDS = 20.0
+
 # How long to wait for a first worker, or for a new one after the last has died.
 _WORKER_SECONDS = 60
 
@@ -197,7 +200,7 @@ def _dask_client(address: str, jobs: int, stop: Callable[[], None]) -> Iterator[
                 stack.enter_context(dask.config.set(temporary_directory=GUARDIAN.temporary_folder()))
                 local = {"n_workers": 1, "threads_per_worker": jobs, "processes": False, "dashboard_address": None}
                 scheduler = stack.enter_context(LocalCluster(**local))
-            client = stack.enter_context(Client(scheduler, timeout="20s"))
+            client = stack.enter_context(Client(scheduler, timeout=_CONNECT_SECONDS))
         except (OSError, ValueError, DaskTimeoutError) as error:
             scheduler = f"a dask scheduler at {address}" if address else "a dask scheduler"
             hint = "Start one: dask scheduler; dask worker HOST:PORT"
