@@ -17,6 +17,7 @@ import pytest
 from conftest import HEARS_SIGNALS
 
 from lowprec_check import ScanResult
+from lowprec_check.schema import matrix
 
 MODEL = """
 import os, pathlib, subprocess, tempfile, time
@@ -98,7 +99,9 @@ def marked(mark: str) -> list[str]:
     return found
 
 
-SCAN = ("scan", "model.py", "-p", "half", "--json", "scan.json", "-q")
+FAST = ("--times", "off", "--errors", "none", "--no-plan")
+SCAN = ("scan", "model.py", "-p", "half", "--json", "scan.json", "-q", *FAST)
+COMPAT = ("--scan-options", "--times off --errors none --no-plan")
 
 
 # Ctrl-C: the next test.
@@ -133,29 +136,33 @@ def test_ctrl_c_twice_ends_without_a_traceback(start: Callable[..., subprocess.P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_to_compat_ends_all_its_processes(start: Callable[..., subprocess.Popen[str]], number: int) -> None:
-    process = start("compat", "model.py", "-o", "reports", "-p", "half")
+@pytest.mark.parametrize(("number", "jobs"), [(signal.SIGTERM, "1"), (signal.SIGTERM, "2"), (signal.SIGKILL, "1")])
+def test_a_signal_to_compat_ends_all_its_processes(
+    start: Callable[..., subprocess.Popen[str]], number: int, jobs: str
+) -> None:
+    process = start("compat", "model.py", "-o", "reports", "-p", "half", "--jobs", jobs, *COMPAT)
     process.send_signal(number)
-    process.communicate(timeout=30)
+    lines = process.communicate(timeout=30)[1].splitlines()
+    if number == signal.SIGTERM:
+        assert (process.returncode, lines[-1]) == (143, "ended by SIGTERM")
+        assert "same command" in lines[-2]
 
 
 @pytest.mark.slow
-def test_the_end_of_a_budget_and_of_a_timeout_ends_what_a_model_started(
-    start: Callable[..., subprocess.Popen[str]],
+def test_the_end_of_a_timeout_ends_what_a_model_started(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    for arguments in (
-        ("scan", "model.py", "-p", "half", "--budget", "2", "--no-plan", "--fail-on", "never"),
-        ("compat", "model.py", "-o", "reports", "-p", "half", "--timeout", "15"),
-    ):
-        process = start(*arguments)
-        _, errors = process.communicate(timeout=90)
-        assert process.returncode in (0, 1), errors
+    """That of a budget: the next tests."""
+    process = start("compat", "model.py", "-o", "reports", "-p", "half", "--timeout", "12", *COMPAT)
+    _, errors = process.communicate(timeout=90)
+    assert process.returncode == 1, errors
+    [row] = matrix.load(tmp_path / "reports" / "matrix.json").rows
+    assert row.reason == "timed out after 12 s"
 
 
 @pytest.mark.slow
 def test_a_guardian_that_is_killed_is_replaced(start: Callable[..., subprocess.Popen[str]]) -> None:
-    process = start("scan", "model.py", "-p", "half", "-p", "bfloat16", "--budget", "3", "--no-plan")
+    process = start("scan", "model.py", "-p", "half", "-p", "bfloat16", "--budget", "2", *FAST)
     [guardian] = [child for child in psutil.Process(process.pid).children() if "-I" in child.cmdline()]
     guardian.kill()
     _, errors = process.communicate(timeout=60)
@@ -168,7 +175,7 @@ def test_a_signal_shows_and_saves_the_runs_that_are_finished(
     start: Callable[..., subprocess.Popen[str]], tmp_path: Path, number: int, exit_code: int
 ) -> None:
     files = ("--json", "scan.json", "--report", "scan.md", "--update-baseline", "--baseline", "base.json")
-    process = start("scan", "model.py", "-p", "bf16,amp-bf16,half,amp-fp16", *files)
+    process = start("scan", "model.py", "-p", "bf16,amp-bf16,half,amp-fp16", *files, *FAST)
     process.send_signal(number)
     screen, errors = process.communicate(timeout=30)
     assert process.returncode == exit_code, errors
@@ -186,7 +193,7 @@ def test_a_signal_shows_and_saves_the_runs_that_are_finished(
 
 @pytest.mark.slow
 def test_a_lost_process_loses_no_finished_run(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
-    process = start("scan", "model.py", "-p", "bf16,half", "--json", "scan.json")
+    process = start("scan", "model.py", "-p", "bf16,half", "--json", "scan.json", *FAST)
     [session] = [child for child in psutil.Process(process.pid).children() if "-I" not in child.cmdline()]
     session.kill()
     _, errors = process.communicate(timeout=30)
@@ -210,9 +217,7 @@ def test_a_signal_to_a_search_shows_the_bases_that_are_finished(
 def test_signals_that_are_ignored_at_the_start_stay_ignored(start: Callable[..., subprocess.Popen[str]]) -> None:
     """As of a command that a script starts in the background, or ``nohup``."""
     ignored = "import signal as s; s.signal(s.SIGINT, s.SIG_IGN); s.signal(s.SIGHUP, s.SIG_IGN)\n"
-    process = start(
-        "scan", "model.py", "-p", "half", "--budget", "3", "--no-plan", "--fail-on", "never", before=ignored
-    )
+    process = start("scan", "model.py", "-p", "half", "--budget", "2", "--fail-on", "never", *FAST, before=ignored)
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGHUP)
     _, errors = process.communicate(timeout=60)
@@ -296,8 +301,7 @@ main.main()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["inductor", "int8"])
-@pytest.mark.parametrize("victim", ["command", "worker"])
+@pytest.mark.parametrize(("backend", "victim"), [("inductor", "worker"), ("int8", "command")])
 def test_a_compiler_that_is_killed_leaves_nothing(
     backend: str,
     victim: str,
@@ -307,9 +311,7 @@ def test_a_compiler_that_is_killed_leaves_nothing(
 ) -> None:
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS")  # with a pool of processes, as users have it
     (tmp_path / "model.py").write_text(COMPILED)
-    process = start(
-        "scan", "model.py", "-p", "fp32", "--backend", backend, "--no-plan", "--times", "off", "--errors", "none"
-    )
+    process = start("scan", "model.py", "-p", "fp32", "--backend", backend, *FAST)
     command = psutil.Process(process.pid)
 
     def compiles() -> bool:
@@ -336,7 +338,7 @@ def test_dask_in_this_process_ends_at_once_and_leaves_no_folder(
     number: int, start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     pytest.importorskip("distributed")
-    process = start("compat", "model.py", "-o", "reports", "-p", "half", "--engine", "dask")
+    process = start("compat", "model.py", "-o", "reports", "-p", "half", "--engine", "dask", *COMPAT)
     process.send_signal(number)
     signalled = time.monotonic()
     _, errors = process.communicate(timeout=30)
