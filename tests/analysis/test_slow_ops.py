@@ -189,7 +189,7 @@ torch.ops.slow_ops.waits(torch.ones(1), 0.0)  # the first call imports, which ev
 
 @pytest.mark.slow
 def test_a_kernel_that_does_not_end_is_found_and_the_rest_is_analyzed() -> None:
-    result = scan(Waits(300.0), torch.randn(4, 8), precisions="half", budget=4.0, plan=False, isolation="fork")
+    result = scan(Waits(300.0), torch.randn(4, 8), precisions="half", budget=2.0, plan=False, isolation="fork")
     half = result.run("half")
     assert (half.status, half.complete) == ("timeout", True)
     assert [row.outcome for row in half.op_calls.rows() if row.op.startswith("slow_ops")] == ["emulated"]
