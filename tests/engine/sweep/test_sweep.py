@@ -94,7 +94,7 @@ def test_a_message_is_that_of_torch_for_the_dtype(op: str, dtype: Dtype) -> None
 
 @pytest.mark.slow
 def test_a_new_sweep_agrees_with_the_catalog(tmp_path: Path) -> None:
-    shipped, only = installed_sweep(), ["dot", "cdist", "special.i1", "nn.functional.dropout", "linalg.svd"]
+    shipped, only = installed_sweep(), ["dot", "cdist", "special.i1", "nn.functional.dropout"]
     first, second = (build("cpu", jobs=2, only=only) for _ in range(2))
     assert first.records == second.records
     for record in first.records:
@@ -116,7 +116,7 @@ def deadly() -> MeasuredSweep:
     before = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), before])
     try:
-        return build("cpu", jobs=2, worker="killing_full_worker", call_seconds=6)
+        return build("cpu", jobs=2, worker="killing_full_worker", call_seconds=3)
     finally:
         os.environ["PYTHONPATH"] = before
 
@@ -161,12 +161,6 @@ def test_a_failure_that_depends_on_size_has_a_condition(deadly: MeasuredSweep) -
     assert failure is not None
     assert failure.condition is not None
     assert failure.condition.startswith("fails from largest size")
-
-
-@pytest.mark.slow
-def test_an_unknown_operator_is_an_error() -> None:
-    with pytest.raises(UsageError, match="no operator 'nosuch'"):
-        build("cpu", jobs=1, only=["nosuch"])
 
 
 @pytest.mark.slow
