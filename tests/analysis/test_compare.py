@@ -327,7 +327,7 @@ def test_a_narrow_page_does_not_break_words(browser: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@settings(deadline=None)
+@settings(deadline=None, max_examples=25)
 @given(st.one_of(st.text(max_size=200), st.sampled_from(["<script>alert(1)</script>", "a|b\n|c", "x" * 10_000])))
 def test_no_string_breaks_a_difference(nasty: str) -> None:
     found = diff_scans(RESULT, shared_result(nasty))

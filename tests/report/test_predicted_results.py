@@ -38,7 +38,7 @@ from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.verdict import ErrorStats
 
 RESULT = predicted_result()
-FEW = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FEW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TIMES: dict[str, Any] = {
     "latency_ms": 1.5,
     "latency": Latency(median_ms=1.0, quartiles_ms=(0.9, 1.1), samples=9),

@@ -52,7 +52,7 @@ NASTY = (
 hostile = st.one_of(
     st.sampled_from(NASTY), st.text(max_size=300), st.lists(st.sampled_from(NASTY), max_size=3).map("".join)
 )
-FEW = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FEW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 GOLDENS = {
