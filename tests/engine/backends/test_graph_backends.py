@@ -335,7 +335,8 @@ def test_ops_on_integers_are_not_among_those_that_onnxruntime_computes_in_fp32()
             return hidden * hidden  # the values
 
     ids = torch.randint(0, 30, (4, 7))
-    result = scan(Net().eval(), ids, precisions="half", backends="onnxruntime", plan=False, times="off")
+    options = {"plan": False, "times": "off", "further_inputs": 0}
+    result = scan(Net().eval(), ids, precisions="half", backends="onnxruntime", **options)
     sources = [gap.source for gap in result.run("half", "onnxruntime").gaps if "mul" in gap.op]
     assert sources == [line_of("# the values")]
 
@@ -344,7 +345,13 @@ def test_ops_on_integers_are_not_among_those_that_onnxruntime_computes_in_fp32()
 @pytest.mark.slow
 def test_ops_that_the_libraries_lack() -> None:
     result = scan(
-        Outer().eval(), torch.randn(4, 4), precisions="fp32", backends="openvino,onnxruntime", plan=False, times="off"
+        Outer().eval(),
+        torch.randn(4, 4),
+        precisions="fp32",
+        backends="openvino,onnxruntime",
+        plan=False,
+        times="off",
+        further_inputs=0,
     )
     found = result.run("fp32", "openvino")
     assert (found.status, result.run("fp32", "onnxruntime").status) == ("error", "error")

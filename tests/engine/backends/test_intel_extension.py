@@ -31,6 +31,7 @@ from torch import nn
 model = nn.Linear(8, 8)
 inputs = torch.ones(2, 8)
 """
+FAST = ("--no-plan", "--times", "off", "--errors", "none")
 KILLS = """
 import os, pathlib
 pathlib.Path({path!r}).touch()
@@ -110,7 +111,7 @@ def test_an_extension_for_another_torch_is_not_imported(tmp_path: Path) -> None:
     (package / "__init__.py").write_text(KILLS.format(path=str(imported)))
     (tmp_path / "mymodel.py").write_text(MODEL)
     paths = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    arguments = ("-p", "bfloat16", "--backend", "eager,ipex,ipex-jit,ipex-compile", "--no-plan", "--json", "-")
+    arguments = ("-p", "bfloat16", "--backend", "eager,ipex,ipex-jit,ipex-compile", "--json", "-", *FAST)
     done = call_process("scan", tmp_path / "mymodel.py", *arguments, env=os.environ | {"PYTHONPATH": paths})
     assert done.returncode == 0, done.stderr
     runs = {run["backend"]: run for run in json.loads(done.stdout)["runs"] if run["precision"] == "bfloat16"}
@@ -119,7 +120,7 @@ def test_an_extension_for_another_torch_is_not_imported(tmp_path: Path) -> None:
         assert runs[name]["status"] == "skipped"
         assert "intel-extension-for-pytorch 2.8.0 needs torch 2.8, but torch 2." in runs[name]["reason"]
     assert not imported.exists()
-    arguments = ("--train", "--steps", "2", "-p", "autocast-bf16", "--no-plan", "--json", "-", "--fail-on", "never")
+    arguments = ("--train", "--steps", "2", "-p", "autocast-bf16", "--json", "-", "--fail-on", "never", *FAST)
     done = call_process("scan", tmp_path / "mymodel.py", *arguments, env=os.environ | {"PYTHONPATH": paths})
     assert done.returncode == 0, done.stderr
     ways = [way["name"] for run in json.loads(done.stdout)["runs"] for way in run["training"]["ways"]]
