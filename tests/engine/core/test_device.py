@@ -48,7 +48,7 @@ def _is_device_module(node: ast.expr) -> bool:
     if isinstance(node, ast.Attribute):
         is_setting = isinstance(node.value, ast.Attribute) and node.value.attr == "backends"
         return node.attr in ("xpu", "cuda") and not is_setting
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "module_of"
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in ("module_of", "devices.module_of")
 
 
 def test_every_device_call_exists_in_torch_xpu() -> None:
