@@ -28,7 +28,7 @@ def screen_of(result: ScanResult, *, width: int = 100, verbose: bool = False) ->
 
 
 def scan_here(model: nn.Module, inputs: Any, **options: Any) -> ScanResult:
-    """A scan in this process and without times, unless ``options`` say otherwise: a quarter of the work of a scan in workers."""
+    """A scan in this process, without times unless ``options`` ask for them: a quarter of the work in workers."""
     return lowprec_check.scan(model, inputs, **{"isolation": "none", "times": "off", **options})
 
 

@@ -51,8 +51,8 @@ NEEDS_AVX512 = {
     "test_recipes.py::test_weights_are_prepacked[bert-on-bf16]",
     "test_recipes.py::test_weights_are_prepacked[resnet50-on-bf16]",
 }
-"""Tests of weights that are prepacked in bf16, one of a layer norm in bf16, and one whose int8 sums saturate without VNNI. They are skipped,
-and counted, where the processor or the environment lacks AVX-512; any other test that fails there is a failure."""
+"""Tests of weights that are prepacked in bf16, one of a layer norm in bf16, and one whose int8 sums saturate without
+VNNI. They are skipped and counted where the processor or the environment lacks AVX-512; any other failure counts."""
 
 if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
     # Kernels that were compiled and cached for the whole processor crash under this limit.
