@@ -241,7 +241,7 @@ def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Call the command, in a fork of the server of the folder if it has one: another process would import torch anew."""
+    """Call the command, in a fork of the server of the folder if there is one: a new process would import torch."""
     server = SERVERS.get(folder)
     if server is None:
         return python(folder, "-m", "lowprec_check", *arguments)
