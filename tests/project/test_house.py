@@ -1,4 +1,4 @@
-"""House rules for the package: torch stays in the engine, one name for one thing, short files and functions."""
+"""House rules: torch stays in the engine, one name for one thing, no nested conditions, budgets of lines."""
 
 from __future__ import annotations
 
@@ -158,3 +158,64 @@ def is_text_of_error(node: ast.AST) -> bool:
 )
 def test_what_counts_as_the_text_of_an_exception(code: str, found: int) -> None:
     assert sum(map(is_text_of_error, ast.walk(ast.parse(code)))) == found
+
+
+# -- Style and size
+
+
+def nested_conditions(tree: ast.AST) -> list[int]:
+    """The lines of conditional expressions that hold another one."""
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.IfExp)
+        and any(isinstance(inner, ast.IfExp) for inner in ast.walk(node) if inner is not node)
+    ]
+
+
+def test_no_conditional_expression_holds_another() -> None:
+    lines = {inside(path): nested_conditions(ast.parse(path.read_text(encoding="utf-8"))) for path in FILES}
+    assert not {name: found for name, found in lines.items() if found}
+
+
+@pytest.mark.parametrize(
+    ("code", "lines"), [("a if b else c", []), ("a if b else (c if d else e)", [1]), ("[a if b else c for d in e]", [])]
+)
+def test_what_counts_as_nested(code: str, lines: list[int]) -> None:
+    assert nested_conditions(ast.parse(code)) == lines
+
+
+BUDGETS = tomllib.loads((ROOT / "tools" / "size_budgets.toml").read_text(encoding="utf-8"))
+SLACK = 0.02
+"""A budget that is larger than what it is for by more than this share is to be lowered."""
+
+
+def lines_in(folder: str, pattern: str = "*.py") -> int:
+    """The lines of the files of a folder of the package, without those in folders that have a budget of their own."""
+    others = [ROOT / other for other in BUDGETS["lines"] if other.startswith(f"{folder}/")]
+    paths = (path for path in (ROOT / folder).rglob(pattern) if not any(path.is_relative_to(other) for other in others))
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+
+
+@pytest.mark.parametrize("folder", BUDGETS["lines"])
+def test_a_folder_keeps_its_budget_of_lines(folder: str) -> None:
+    budget, lines = BUDGETS["lines"][folder], lines_in(folder)
+    assert lines <= budget, "delete as much; or raise the budget, with a sentence why"
+    assert lines >= (1 - SLACK) * budget - 10, "lower the budget: it may only shrink"
+
+
+def test_every_folder_has_a_budget() -> None:
+    folders = {path.parent.relative_to(ROOT).as_posix() for path in PACKAGE.glob("*/__init__.py")}
+    folders |= {path.parent.relative_to(ROOT).as_posix() for path in (PACKAGE / "engine").glob("*/__init__.py")}
+    assert folders <= BUDGETS["lines"].keys()
+
+
+def size(name: str) -> int:
+    """Bytes of a file, or of all files in a folder."""
+    path = ROOT / name
+    return sum(file.stat().st_size for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file())
+
+
+@pytest.mark.parametrize("name", BUDGETS["bytes"])
+def test_documents_and_reports_keep_their_budget_of_bytes(name: str) -> None:
+    assert size(name) <= BUDGETS["bytes"][name], "delete as much; or raise the budget, with a sentence why"
