@@ -291,7 +291,7 @@ class Done(BaseException):
     """Raised after the last step that is wanted."""
 
 
-def train(text: str, steps: int, draws: bool) -> tuple[list[float], list[Tensor]]:
+def train(text: str, steps: int, draws: bool) -> tuple[list[float], list[Tensor]]:  # noqa: C901 - hooks in one place
     """Run a script for ``steps`` of all its optimizers: the loss of each step, and the first and last parameters.
 
     Losses of several ``backward()`` for a step are added up. With ``draws``, each step has the seed that a scan gives

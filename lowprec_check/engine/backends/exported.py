@@ -83,7 +83,7 @@ class GraphBackend(Backend):
     """The expression of what :meth:`load` returns, of ``program`` and ``{precision}``."""
 
     def skip_reason(self, precision: Precision, device: str, memory_format: str) -> str | None:
-        """It is not for the CPU, or the library is missing, or does not compute in ``precision``."""
+        """Not for the CPU, or the library is missing, or does not compute in ``precision``."""
         if device != "cpu":
             return f"{self.name} runs on the CPU here; use the backend inductor on {device}"
         if precision.name not in self.computes_in:
@@ -128,7 +128,7 @@ class GraphBackend(Backend):
         return called
 
     def _check(self, program: Any) -> None:
-        """Raise :class:`UsageError` if a call changes a tensor that stays, or draws random numbers."""
+        """Raise :class:`UsageError` if a call changes a kept tensor, or draws random numbers."""
         from lowprec_check.engine.core.devices import generator_states, kept_generators
 
         signature = program.graph_signature

@@ -59,7 +59,7 @@ class Int8(Quantizing):
         return None
 
     def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
-        """The quantized model, calibrated on ``example.calibration()``; the first call compiles it."""
+        """The quantized model, calibrated on the inputs for that; the first call compiles it."""
         from lowprec_check.engine.quantize.library import quantize
 
         return quantize(model, (example.args, example.kwargs), example.calibration)

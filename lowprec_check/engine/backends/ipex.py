@@ -84,7 +84,7 @@ def _prepack_problem(precision: Precision) -> str | None:
 
 
 def _prepacking(precision: Precision) -> dict[str, Any]:
-    """The options of ``ipex.optimize`` with which it prepacks weights as far as this processor can."""
+    """The options of ``ipex.optimize`` to prepack weights as far as this processor can."""
     if _prepack_problem(precision) is None:
         return {}
     return {"weights_prepack": False}

@@ -40,7 +40,7 @@ class OpenVINO(GraphBackend):
     loading = 'in_openvino(program, "{precision}")'
 
     def skip_reason(self, precision: Precision, device: str, memory_format: str) -> str | None:
-        """Also if this CPU has no instructions for ``precision``: OpenVINO would compute in fp32."""
+        """Also if this CPU lacks instructions for ``precision``: OpenVINO would use fp32."""
         reason = super().skip_reason(precision, device, memory_format)
         if reason is not None or precision.kind == "reference" or precision.format.short.upper() in _capabilities():
             return reason

@@ -17,8 +17,7 @@ from lowprec_check.errors import UsageError, type_name
 from lowprec_check.schema.axes import Call
 from lowprec_check.schema.measures import LayerError
 
-# -- Hides what the quantization libraries print: kernels for other devices that they cannot load, deprecations of
-# torch
+# -- Hides what the quantization libraries print: kernels that they cannot load, deprecations
 
 
 @contextlib.contextmanager

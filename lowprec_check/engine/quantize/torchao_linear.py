@@ -73,7 +73,7 @@ def linear_errors(fp32: nn.Module, quantized: nn.Module, calibration: Calibratio
 
 
 def _called(model: nn.Module, layers: list[str], call: Call, seed: int) -> dict[str, list[tuple[Any, Any, Any]]]:
-    """By layer, the arguments, keyword arguments and outputs of its calls in one call of ``model``."""
+    """By layer, what each of its calls in one call of ``model`` gets and returns."""
     found = defaultdict[str, list[tuple[Any, Any, Any]]](list)
 
     def keep(name: str) -> Callable[..., None]:

@@ -30,8 +30,8 @@ def quantize_with_torchao(model: nn.Module, example: Call, calibration: Calibrat
             found = _described((args, kwargs))
             if found != expected:
                 raise UsageError(
-                    f"Batch {number} of `calibration` holds {', '.join(found.values()) or 'no tensor'}, but the inputs are "
-                    f"{', '.join(expected.values()) or 'no tensor'}; the quantized model is bound to their shapes.",
+                    f"Batch {number} of `calibration` holds {', '.join(found.values()) or 'no tensor'}, but the inputs "
+                    f"are {', '.join(expected.values()) or 'no tensor'}; the quantized model is bound to their shapes.",
                     "Yield batches with the shapes and dtypes of `inputs`.",
                 )
             prepared(*args, **kwargs)
@@ -176,7 +176,7 @@ def quantized_layers(converted: GraphModule) -> list[Node]:
 
 
 def _source(layer: Node) -> Node | None:
-    """The node whose output is quantized for ``layer``; ``None`` if that is not directly before it."""
+    """The node whose output is quantized for ``layer``, if that is directly before it."""
     node: Any = layer
     for kind in ("dequantize_per_tensor", "quantize_per_tensor"):
         if node.args:

@@ -124,11 +124,15 @@ def compare_gradients(mine: Mapping[str, Tensor], reference: Mapping[str, Tensor
             rows.append(ParameterGradient(parameter=name, elements=count, absmax=largest, is_rounding=True))
             squares.append(0.0)
             continue
+        if size:
+            error = apart / size
+        else:
+            error = 0.0 if apart == 0 else math.inf
         rows.append(
             ParameterGradient(
                 parameter=name,
                 elements=count,
-                error=_finite(apart / size if size else (0.0 if apart == 0 else math.inf)),
+                error=_finite(error),
                 absmax=_finite(float(exact.abs().max())) if count else None,
                 underflow=zero / max(count, 1),
                 overflow=overflown / max(count, 1),
@@ -140,8 +144,8 @@ def compare_gradients(mine: Mapping[str, Tensor], reference: Mapping[str, Tensor
     total = sum(squares)
     if total and math.isfinite(total):
         rows = [structs.replace(row, error_share=square / total) for row, square in zip(rows, squares, strict=True)]
-    error = _finite(math.sqrt(total / norm)) if norm else None
-    return GradientComparison(rows, error, flushed / elements if elements else None)
+    whole_error = _finite(math.sqrt(total / norm)) if norm else None
+    return GradientComparison(rows, whole_error, flushed / elements if elements else None)
 
 
 def _sizes_by_module(gradients: Mapping[str, Tensor]) -> dict[str, float]:
@@ -158,7 +162,7 @@ def _finite(value: float) -> float | None:
 
 
 class Largest(NamedTuple):
-    """The largest magnitude of a gradient, which may be infinite, and the module whose op gets it."""
+    """The largest magnitude of a gradient, maybe infinite, and the module whose op gets it."""
 
     value: float = 0.0
     module: str | None = None

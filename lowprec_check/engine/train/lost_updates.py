@@ -69,7 +69,7 @@ class LostUpdateCounter(Watcher):
             self._average = self._wider(step.average), [tensor.clone() for tensor in _floats(step.average)]
 
     def gradients(self, step: TrainingStep) -> None:
-        """Keep the values, and give the copies the gradients of the optimizer that makes its step."""
+        """Keep the values; give the copies the gradients of the optimizer that makes its step."""
         optimizer, updated = step.updates.optimizer, step.updated
         self._updated = {name: p for name, p in self._parameters.items() if id(p) in updated}
         for name, p in self._updated.items():

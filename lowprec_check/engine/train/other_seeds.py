@@ -93,7 +93,7 @@ class OtherSeeds:
         if self._target.remake is None:
             return None
         self._keep_alive()
-        # The file is run again: modules that it imports anew must not take the place of those in use.
+        # The file is run again: modules that it imports anew must not replace those in use.
         modules = dict(sys.modules)
         try:
             with _other_seeds(number), contextlib.redirect_stderr(io.StringIO()):
@@ -194,7 +194,7 @@ def _copy(made: nn.Module, model: nn.Module) -> bool:
 def _reset(model: nn.Module, seed: int) -> bool:
     """Initialize all parameters again, if they are as their modules initialize them: untrained."""
     owners = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
-    # Only if every module with parameters can: a mixture of old and new weights is no initial state.
+    # Only if every module with parameters can: old and new weights together are no start.
     functions = [getattr(owner, "reset_parameters", getattr(owner, "_reset_parameters", None)) for owner in owners]
     if not owners or not all(map(callable, functions)):
         return False

@@ -85,7 +85,7 @@ class Spread:
         ]
 
     def loss_band(self) -> tuple[list[float], list[float]]:
-        """The smallest and the largest change of the loss since the first step, over all fp32 runs."""
+        """The smallest and the largest change of the loss since the first step, in fp32."""
         return [min(values) for values in self._known], [max(values) for values in self._known]
 
     def loss_limits(self) -> tuple[list[float], list[float]]:

@@ -129,7 +129,7 @@ class TrainingStep:
             self.phase = "backward"
             self.parts[0].backward(loss)
             for self.number in phase.steps:
-                # What a step that is repeated did before its scaler skipped an optimizer stays done.
+                # What a repeated step did before its scaler skipped an optimizer stays done.
                 if is_skipped or (index, self.number) in self._done:
                     continue
                 self.on_gradients()
@@ -164,7 +164,7 @@ class TrainingStep:
         return USUAL
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Tensor]:
-        """The output and the loss in the precision; the outputs and summed loss of several phases."""
+        """The output and the loss in the precision; of several phases, all outputs and the sum."""
         phases = [self._forward(args, kwargs) for _ in self._plan(args)]
         if len(phases) == 1:
             return phases[0]
@@ -381,7 +381,7 @@ class Loop:
         self._keep()
 
     def _observe(self, call: Callable[[Watcher], None]) -> None:
-        """Let the watchers look; one that fails is left out from then on, and the failure is noted."""
+        """Let the watchers look; one that fails is noted, and left out from then on."""
         for watcher in list(self._watchers):
             try:
                 call(watcher)

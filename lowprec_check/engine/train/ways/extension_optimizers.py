@@ -41,7 +41,7 @@ class ExtensionUpdates(OptimizerUpdates):
 
 
 def _joined(updates: ExtensionUpdates) -> list[Any]:
-    """The weights in fp32: a split weight is its upper and its lower 16 bits, both stored as bf16."""
+    """The weights in fp32: a split one is two halves of 16 bits, both stored as bf16."""
     import torch
 
     weights = []

@@ -9,7 +9,7 @@ from lowprec_check.schema.ways_to_train import WayToTrain
 
 
 @functools.cache
-def stochastic_rounding() -> Any:
+def stochastic_rounding() -> Any:  # noqa: C901 - one class, which is printed as a whole
     """The class that is run, and printed as code to paste."""
     import torch
 
