@@ -28,8 +28,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 WHERE = ("analysis/rules", "analysis/statements", "engine/plan", "engine/trace", "report")
 """Folders of the package in which faults are planted, as many in each."""
-TESTS = ("analysis", "report", "schema", "engine/plan", "engine/trace", "cli", "engine/run", "engine")
-"""Folders of tests that may notice them; that of the fault comes first."""
+EVERYWHERE = ("analysis", "report")
+"""Folders of tests that may notice any of them; those of the fault's own folder come first."""
 
 NEGATED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -88,10 +88,9 @@ def copy_of(checkout: Path, folder: Path) -> Path:
 
 
 def tests_of(checkout: Path, file: str) -> list[str]:
-    """The folders of tests for a fault in ``file``, without those inside of another, in order."""
-    own = next((folder for folder in TESTS if file.startswith(f"{folder}/")), TESTS[0])
-    ordered = [own, *(folder for folder in TESTS if folder != own)]
-    return [f"tests/{folder}" for folder in ordered if (checkout / "tests" / folder).is_dir()]
+    """The folders of tests for a fault in ``file``, the nearest first."""
+    near = next(str(folder) for folder in Path(file).parents if (checkout / "tests" / folder).is_dir())
+    return [f"tests/{folder}" for folder in dict.fromkeys((near, *EVERYWHERE))]
 
 
 def failed(checkout: Path, arguments: list[str], seconds: float) -> list[str] | None:
@@ -127,7 +126,7 @@ def check(checkout: Path, faults: list[Fault], options: argparse.Namespace, fold
         copies.put(copy_of(checkout, folder / str(number)))
     clean = copies.get()
     start = time.monotonic()
-    folders = tests_of(clean, faults[0].file)
+    folders = {folder: None for fault in faults for folder in tests_of(clean, fault.file)}
     broken = failed(clean, ["-n", str(options.jobs), *folders], 3600)
     copies.put(clean)
     if broken is None:
