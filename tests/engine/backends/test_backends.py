@@ -108,7 +108,7 @@ SMALLER = {
     "spade_decoder": {"torch.randn(1, 64, 16, 16,": "torch.randn(1, 64, 4, 4,"},
     "cifar_resnet50": {
         "images(100, seed=1)": "images(10, seed=1)",
-        "images(50, seed=4)": "images(10, seed=4)",
+        "images(50, seed=4)": "images(2, seed=4)",
         "images(2, seed=2)[0]": "images(2, seed=2)[0][..., ::2, ::2]",
     },
 }
