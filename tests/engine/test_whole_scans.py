@@ -24,7 +24,7 @@ from lowprec_check import scan
 from lowprec_check.analysis.statements.kinds import said
 from lowprec_check.engine import machine
 from lowprec_check.engine.core.compiled import forget_compiled
-from lowprec_check.engine.run import target_runs, tasks
+from lowprec_check.engine.run import target_runs, task_workers, tasks
 from lowprec_check.engine.run.target_source import load_here
 from lowprec_check.engine.run.target_spec import TargetSpec
 from lowprec_check.engine.run.task_workers import SideBySide
@@ -37,7 +37,7 @@ from lowprec_check.schema.options import ScanOptions
 class Slow(nn.Module):
     """A layer that takes 20 ms in fp32, and ``seconds`` in half; each call in half adds a letter to ``log``."""
 
-    def __init__(self, log: Path, seconds: float = 1.5) -> None:
+    def __init__(self, log: Path, seconds: float = 0.6) -> None:
         super().__init__()
         self.linear, self.log, self.seconds = nn.Linear(8, 8), log, seconds
 
@@ -84,8 +84,8 @@ def test_a_hopelessly_slow_run_is_called_once_and_explained(
 @pytest.mark.parametrize(
     ("kinds", "seconds", "options"),
     [
-        pytest.param(("bf16",), 1.5, {"thorough": True}, id="thorough"),
-        pytest.param(("bf16", "fp16"), 1.5, {}, id="accelerated"),
+        pytest.param(("bf16",), 0.6, {"thorough": True}, id="thorough"),
+        pytest.param(("bf16", "fp16"), 0.6, {}, id="accelerated"),
         pytest.param(("bf16",), 0.1, {}, id="few times slower"),
     ],
 )
@@ -95,7 +95,7 @@ def test_other_runs_are_called_as_often_as_ever(
     accelerating(monkeypatch, *kinds)
     log = tmp_path / "calls"
     model = Slow(log, seconds).eval()
-    result = scan(model, torch.randn(4, 8), precisions=["half"], isolation="fork", **options)
+    result = scan(model, torch.randn(4, 8), precisions=["half"], isolation="fork", further_inputs=0, **options)
     half = result.run("half")
     assert not half.judged_by_one_call
     assert half.calls == 3
@@ -162,7 +162,7 @@ class OnOneCore(nn.Module):
         if y.dtype == torch.float32:
             return y
         started = time.monotonic()
-        time.sleep(2.0)
+        time.sleep(0.8)
         if self.dies and y.dtype == torch.half:
             os.kill(os.getpid(), signal.SIGSEGV)
         with self.log.open("a") as file:
@@ -181,11 +181,19 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], Non
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     accelerating(monkeypatch)
+    monkeypatch.setattr(task_workers, "WATCHED_SECONDS", 0.2)  # calls here are short
     yield lambda used: monkeypatch.setattr(FunctionWorker, "processor_seconds", lambda _: used * time.monotonic())
     torch.set_num_threads(threads)
 
 
-SLOW_RUNS: dict[str, Any] = {"precisions": ["bf16", "autocast-bf16", "half"], "isolation": "fork", "times": "off"}
+SLOW_RUNS: dict[str, Any] = {
+    "precisions": ["bf16", "autocast-bf16", "half"],
+    "isolation": "fork",
+    "times": "off",
+    "plan": False,
+    "further_inputs": 0,
+}
+TWO_SLOW_RUNS = SLOW_RUNS | {"precisions": ["bf16", "autocast-bf16"]}
 
 
 def test_slow_runs_that_use_one_core_are_done_side_by_side(two_cores: Callable[[float], None], tmp_path: Path) -> None:
@@ -251,7 +259,7 @@ def test_what_was_done_beside_a_run_is_not_done_again_after_its_ablation(
 ) -> None:
     two_cores(1.0)
     monkeypatch.setattr(tasks, "HOPELESS_SECONDS", math.inf)
-    options = SLOW_RUNS | {"precisions": ["autocast-bf16", "autocast-fp16"], "plan": False}
+    options = SLOW_RUNS | {"precisions": ["autocast-bf16", "autocast-fp16"]}
     result = scan(Cancels(tmp_path / "log").eval(), torch.randn(4, 8), **options)
     for run in result.runs[1:]:
         assert (run.status, run.ablation.keep_fp32) == ("inaccurate", ["linear"])
@@ -277,8 +285,8 @@ def test_slow_runs_are_done_one_by_one_where_no_core_is_idle(
 
     monkeypatch.setattr(SideBySide, "outcome", asking)
     monkeypatch.setattr(SideBySide, "_begin", beginning)
-    scan(OnOneCore(tmp_path / "log").eval(), torch.randn(4, 8), **SLOW_RUNS)
-    assert len(begun) == 3
+    scan(OnOneCore(tmp_path / "log").eval(), torch.randn(4, 8), **TWO_SLOW_RUNS)
+    assert len(begun) == 2
     calls = calls_of(tmp_path / "log")
     assert all(one[1] <= other[0] for one, other in itertools.pairwise(calls))
     assert {threads for *_, threads in calls} == {2}
@@ -296,7 +304,7 @@ class NeverEnds(OnOneCore):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
-        for _ in range(300) if y.dtype != torch.float32 else ():
+        for _ in range(100) if y.dtype != torch.float32 else ():
             work(0.1)
             if self.linear.weight.dtype == torch.float32:
                 with self.log.open("a") as file:
@@ -309,15 +317,15 @@ def test_a_run_past_its_budget_ends_while_another_is_explained(
 ) -> None:
     two_cores(1.0)
     monkeypatch.setattr(FunctionWorker, "waited_seconds", lambda _: 0.0)  # for other tests
-    options = SLOW_RUNS | {"precisions": ["bf16", "autocast-bf16"], "budget": 4.0}
+    options = TWO_SLOW_RUNS | {"budget": 2.0}
     result = scan(NeverEnds(tmp_path / "log").eval(), torch.randn(4, 8), **options)
     assert [run.status for run in result.runs] == ["ok", "timeout", "timeout"]
     noted = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
     plain = [float(seconds) for process, seconds in noted if process == noted[0][0]]
-    assert 2.0 < plain[-1] - plain[0] < 6.0  # it began beside the first, whose explanation took 4 s more
+    assert 1.0 < plain[-1] - plain[0] < 3.0  # it began beside the first, whose explanation took 2 s more
 
 
-@pytest.mark.parametrize(("waited", "least", "most"), [(0.0, 2.0, 4.0), (0.5, 4.5, 8.0)])
+@pytest.mark.parametrize(("waited", "least", "most"), [(0.0, 1.0, 2.0), (0.5, 2.25, 4.0)])
 def test_what_a_run_waits_for_cores_does_not_count_against_its_budget(
     two_cores: Callable[[float], None],
     monkeypatch: pytest.MonkeyPatch,
@@ -328,7 +336,7 @@ def test_what_a_run_waits_for_cores_does_not_count_against_its_budget(
 ) -> None:
     two_cores(1.0)
     monkeypatch.setattr(FunctionWorker, "waited_seconds", lambda _: waited * time.monotonic())
-    options = SLOW_RUNS | {"precisions": ["bf16", "autocast-bf16"], "budget": 3.0}
+    options = TWO_SLOW_RUNS | {"budget": 1.5}
     result = scan(NeverEnds(tmp_path / "log").eval(), torch.randn(4, 8), **options)
     assert [run.status for run in result.runs] == ["ok", "timeout", "timeout"]
     noted = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
@@ -345,7 +353,7 @@ def test_runs_that_are_timed_in_a_scenario_are_done_one_by_one(
 
     two_cores(1.0)
     monkeypatch.setattr(target_runs, "time_in_scenario", untimed)
-    scan(OnOneCore(tmp_path / "log").eval(), torch.randn(4, 8), **SLOW_RUNS | {"times": "on"}, scenario="offline")
+    scan(OnOneCore(tmp_path / "log").eval(), torch.randn(4, 8), **TWO_SLOW_RUNS | {"times": "on"}, scenario="offline")
     assert all(one[1] <= other[0] for one, other in itertools.pairwise(calls_of(tmp_path / "log")))
 
 
@@ -436,7 +444,7 @@ def test_progress_shows_the_trials_of_a_search() -> None:
     seen: list[tuple[str, str]] = []
     source = load_here(TargetSpec(str(ROOT / "examples/t5_feed_forward.py")), 0)
     source.on_progress = lambda run, doing: seen.append((run, doing))
-    options = ScanOptions(precisions=["autocast-fp16"], plan=True, times="off", device="cpu")
+    options = ScanOptions(precisions=["autocast-fp16"], plan=True, times="off", device="cpu", further_inputs=0)
     result = scan_target(source, "fork", options)
     assert result.plan is not None
     steps = [doing for run, doing in seen if run == "plan from autocast-fp16"]
@@ -455,7 +463,7 @@ class SlowOps(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.linear(x)
-        time.sleep(0.4)
+        time.sleep(0.3)
         return out @ torch.ones(8, 8) if self.raises and x.dtype == torch.half else out
 
 
@@ -473,6 +481,8 @@ def test_progress_shows_the_verdict_before_the_explanation(model: nn.Module, pre
         model.eval(),
         torch.randn(4, 8),
         precisions=[precision],
+        plan=False,
+        further_inputs=0,
         times="off",
         device="cpu",
         isolation="fork",
