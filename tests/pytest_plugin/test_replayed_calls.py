@@ -142,7 +142,7 @@ def test_reports_are_the_same_bytes_with_workers(suite: pytest.Pytester) -> None
     twice = SUITE.replace("test_", "test_again_").replace("[0.2, 0.5]", "[[0.2], [0.5]]")
     suite.makepyfile(test_suite=SUITE, test_twice=twice)
     reports = []
-    for options in ((), ("-n2",), ("-n3", "--dist=worksteal"), ("-p", "no:terminal")):
+    for options in ((), ("-n2", "--dist=worksteal", "-p", "no:terminal")):
         # in processes of their own: what earlier tests imported decides how torch.distributions checks its arguments
         suite.runpytest_subprocess("--lowprec-coverage", "half,bfloat16", "--lowprec-report", "out.json", *options)
         reports.append(Path("out.json").read_bytes())

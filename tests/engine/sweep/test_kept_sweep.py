@@ -52,6 +52,10 @@ def test_one_worker_measures_several_operators_and_is_replaced_if_it_dies() -> N
     end_all()
     with pytest.raises(UsageError, match="no operator 'nosuch'"):  # before the worker has started
         measured("nosuch")
+    kept_sweep.start_early("cpu", worker=ODD, call_seconds=6)
+    early = worker_pid()
+    os.kill(early, signal.SIGKILL)
+    psutil.wait_procs([psutil.Process(early)], 0.5)  # it stays a zombie until it is replaced
     assert measured("prints").records[0].state("float16", "backward") == "all"
     first = worker_pid()
     assert measured("refuses_large").records[0].state("float16", "forward") == "some"
@@ -69,9 +73,14 @@ def test_one_worker_measures_several_operators_and_is_replaced_if_it_dies() -> N
     assert not psutil.pid_exists(second)
 
 
-def test_a_fork_has_its_own_worker() -> None:
-    measured("prints")
+def test_a_worker_that_was_started_early_measures_and_a_fork_has_its_own() -> None:
+    end_all()
+    kept_sweep.start_early("cpu", worker=ODD, call_seconds=6)
     first = worker_pid()
+    kept_sweep.start_early("cpu", worker=ODD, call_seconds=6)
+    time.sleep(1)  # it may say hello before anyone asks
+    assert measured("prints").records[0].state("float16", "forward") == "all"
+    assert worker_pid() == first
     child = os.fork()
     if child == 0:
         code = 1
@@ -102,25 +111,6 @@ def test_the_worker_ends_with_its_process(end: str) -> None:
         time.sleep(0.1)
     assert not psutil.pid_exists(int(pid))
     assert not os.path.exists(folder)
-
-
-def test_a_worker_that_was_started_early_is_the_one_that_measures() -> None:
-    end_all()
-    kept_sweep.start_early("cpu", worker=ODD, call_seconds=6)
-    first = worker_pid()
-    kept_sweep.start_early("cpu", worker=ODD, call_seconds=6)
-    time.sleep(1)  # it may say hello before anyone asks
-    assert measured("prints").records[0].state("float16", "forward") == "all"
-    assert worker_pid() == first
-
-
-def test_a_worker_that_was_started_early_and_died_is_replaced() -> None:
-    end_all()
-    kept_sweep.start_early("cpu", worker=ODD, call_seconds=6)
-    first = worker_pid()
-    os.kill(first, signal.SIGKILL)
-    psutil.wait_procs([psutil.Process(first)], 0.5)  # it stays a zombie until it is replaced
-    assert measured("prints").records[0].state("float16", "forward") == "all"
 
 
 SUITE = """
