@@ -12,11 +12,12 @@ import msgspec
 import pytest
 import torch
 from conftest import Register
+from helpers import scan_here
 from shared_result import latency, shared_result
 from shared_result import run as a_run
 from torch import Tensor, nn
 
-from lowprec_check import Backend, Run, ScanResult, scan
+from lowprec_check import Backend, Run, ScanResult
 from lowprec_check.analysis.conclusion import conclude
 from lowprec_check.analysis.recommend import recommend
 from lowprec_check.analysis.run_summary import passes_all
@@ -74,8 +75,8 @@ class Planted(Backend):
 
 
 def scanned(model: nn.Module, backends: str, inputs: Any = X, **more: Any) -> ScanResult:
-    options: dict[str, Any] = {"precisions": "fp32", "times": "off", "plan": False, "errors": "none"}
-    return scan(model.eval(), inputs, backends=backends, **options | more)
+    options: dict[str, Any] = {"precisions": "fp32", "plan": False, "errors": "none", "further_inputs": 0}
+    return scan_here(model.eval(), inputs, backends=backends, **options | more)
 
 
 def planted(register: Register, call: Callable[[nn.Module, Tensor], Any], **more: Any) -> tuple[Run, ScanResult]:
@@ -171,7 +172,7 @@ def test_a_crash_on_changed_inputs_is_the_status(register: Register) -> None:
             os.abort()
         return model(x)
 
-    run, _ = planted(register, dies)
+    run, _ = planted(register, dies, isolation="fork")
     assert (run.status, run.failed_input) == ("crashed", "negated")
 
 

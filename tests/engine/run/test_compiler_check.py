@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import scan_here
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ from lowprec_check.engine.run.plain_part import EQUAL_DRAWS
 from lowprec_check.schema.axes import BACKENDS
 
 SLACK = 5e-3
+BFLOAT16: dict[str, Any] = {"precisions": "bfloat16", "plan": False, "errors": "none", "further_inputs": 0}
+"""The output of the run is checked; what else a scan does is left out."""
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -164,7 +167,7 @@ def run_with(share: float, monkeypatch: pytest.MonkeyPatch, model: nn.Module | N
     backend = Noisy()
     backend.share = share
     monkeypatch.setitem(BACKENDS._items, "noisy", backend)
-    result = scan(model or Mlp().eval(), draw(4, 16), precisions="bfloat16", backends="noisy", plan=False)
+    result = scan_here(model or Mlp().eval(), draw(4, 16), backends="noisy", **BFLOAT16)
     return result.run("bfloat16", "noisy"), result
 
 
@@ -201,7 +204,7 @@ class Decides(Mlp):
 @pytest.mark.parametrize(("change", "expected"), [(0, "no-worse"), (1, "worse")])
 def test_one_decision_is_confirmed_on_other_inputs(change: int, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BACKENDS._items, "noisy", Changing(lambda classes: (classes + change) % 8))
-    result = scan(Decides().eval(), draw(1, 16), precisions="bfloat16", backends="noisy", plan=False)
+    result = scan_here(Decides().eval(), draw(1, 16), backends="noisy", **BFLOAT16)
     check = result.run("bfloat16", "noisy").compiler
     assert check is not None
     assert (check.verdict, check.compiled_changed) == (expected, 9 * change)
@@ -256,15 +259,8 @@ def test_what_ends_the_check_leaves_the_verdict(
 def test_an_exit_of_the_metric_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BACKENDS._items, "noisy", Changing(lambda output: output))
     for isolation in ("fork", "none"):
-        run = scan(
-            Mlp().eval(),
-            draw(4, 16),
-            precisions="bfloat16",
-            backends="noisy",
-            plan=False,
-            metric=lambda _: sys.exit(3),
-            isolation=isolation,
-        ).run("bfloat16", "noisy")
+        options = {**BFLOAT16, "metric": lambda _: sys.exit(3), "isolation": isolation}
+        run = scan_here(Mlp().eval(), draw(4, 16), backends="noisy", **options).run("bfloat16", "noisy")
         assert run.status == "ok"
         assert "the metric failed: SystemExit: 3" in run.notes
 
@@ -326,7 +322,7 @@ class Gated(nn.Module):
 @pytest.mark.slow
 def test_a_fault_of_the_compiler_is_found_and_explained() -> None:
     inside = nn.Sequential(torch.compile(Ties()), nn.Identity()).eval()
-    result = scan(inside, draw(16, 32), precisions="bfloat16", plan=False)
+    result = scan_here(inside, draw(16, 32), **BFLOAT16)
     run = result.run("bfloat16")
     if torch.__version__ < "2.14" and run.status != "nonfinite":
         pytest.fail(f"the compiled model gives {run.status}, not NaN")
@@ -342,20 +338,20 @@ def test_a_fault_of_the_compiler_is_found_and_explained() -> None:
 def test_a_fault_is_reported_even_if_there_is_no_time_to_explain_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def compiled_again(*_: Any, bisecting: bool = False) -> str:
-        if bisecting:
+    def compiled_again(checker: Any, *_: Any, bisecting: bool = False) -> str:
+        if bisecting and checker.task.precision == "bfloat16":
             work_for(60)
         return "worse"
 
     monkeypatch.setattr("lowprec_check.engine.run.compiler_check.CompilerChecker._compiled_again", compiled_again)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # of the workers as well
     wrong = torch.compile(Mlp().eval(), backend=lambda graph, _: lambda *args: [out * 1.04 for out in graph(*args)])
-    result = scan(wrong, draw(4, 16), precisions="bfloat16", plan=False, budget=10)
+    result = scan(wrong, draw(4, 16), times="off", budget=6, **BFLOAT16)
     run = result.run("bfloat16")
     assert run.status == "ok"  # the fp32 run is as wrong
     assert run.compiler is not None
     assert (run.compiler.verdict, run.compiler.emulated, run.compiler.culprit) == ("worse", "worse", None)
-    assert any("the budget of 10 s ended" in note for note in run.notes)
+    assert any("the budget of 6 s ended" in note for note in run.notes)
     assert [d.code for d in result.diagnostics if d.code == "LP306" and d.precision == "bfloat16"] == ["LP306"]
     assert [path for path in tmp_path.iterdir() if not path.name.startswith("pymp-")] == []
 
@@ -369,7 +365,7 @@ def test_the_pass_is_searched_if_nothing_compiles_with_emulated_casts(monkeypatc
     monkeypatch.setattr(f"{checker}._compiled_again", compiled_again)
     monkeypatch.setattr(f"{checker}._bisect", lambda *_: "inductor lowerings eq")
     wrong = torch.compile(Mlp().eval(), backend=lambda graph, _: lambda *args: [out * 1.04 for out in graph(*args)])
-    run = scan(wrong, draw(4, 16), precisions="bfloat16", plan=False).run("bfloat16")
+    run = scan_here(wrong, draw(4, 16), **BFLOAT16).run("bfloat16")
     assert run.compiler is not None
     assert (run.compiler.verdict, run.compiler.emulated, run.compiler.culprit) == (
         "worse",
@@ -384,17 +380,16 @@ def test_a_compiled_model_draws_the_numbers_of_eager_mode_while_it_is_checked() 
     import torch._inductor.config as inductor
 
     model = nn.Sequential(Mlp(), nn.Dropout(0.5)).train()
-    options: dict[str, Any] = {"precisions": "fp32,bfloat16", "plan": False, "times": "off", "isolation": "none"}
-    for run in scan(model, draw(4, 16), backends="inductor", **options).runs[1:]:
-        assert (run.status, run.notes.count(EQUAL_DRAWS)) == ("ok", 1)
-        assert run.backend_check is not None
-        assert run.backend_check.inputs
+    run = scan_here(model, draw(4, 16), backends="inductor", **BFLOAT16).run("bfloat16", "inductor")
+    assert (run.status, run.notes.count(EQUAL_DRAWS)) == ("ok", 1)
+    assert run.backend_check is not None
+    assert run.backend_check.inputs
     assert not inductor.fallback_random
 
 
 @pytest.mark.slow
 def test_a_compiled_result_nearer_to_fp64_is_no_fault() -> None:
-    result = scan(torch.compile(Gated().eval()), draw(4, 32), precisions="bfloat16", plan=False)
+    result = scan_here(torch.compile(Gated().eval()), draw(4, 32), **BFLOAT16)
     run = result.run("bfloat16")
     assert run.compiled
     assert run.compiler is not None

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Call
+from helpers import scan_here
 from torch import Tensor, nn
 
 from lowprec_check import ScanResult, UsageError, scan
@@ -79,9 +80,12 @@ def extra(model, x):
 """,
     "a process that it spawns": """
 import multiprocessing
+made = []
 def extra(model, x):
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(one)
+    if not made and x.dtype == torch.half:  # once: it imports this file, and torch with it
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            made.append(pool.apply(one))
+    return 1
 def one():
     return 1
 """,
@@ -104,25 +108,21 @@ def extra(model, x):
 """,
 }
 FRESH = {
-    "threads made at import": """
+    "threads made at import, one of which holds a lock": """
+import threading, time
 from concurrent.futures import ThreadPoolExecutor
 pool = ThreadPoolExecutor(1)
 pool.submit(abs, 1).result()
-def extra(model, x):
-    return pool.submit(abs, 1).result()
-""",
-    "a lock held by a thread": """
-import threading, time
 lock = threading.Lock()
 def hold():
     with lock:
-        time.sleep(3)
+        time.sleep(2)
 thread = threading.Thread(target=hold)
 thread.start()
 def extra(model, x):
     thread.join()
     with lock:
-        return 1
+        return pool.submit(abs, 1).result()
 """,
     "threads of torch": """
 torch.set_num_threads(2)
@@ -145,7 +145,8 @@ UNTIMED = ("--times", "off")
 
 def scanned(call: Call, folder: Path, code: str, *options: str) -> ScanResult:
     saved = folder / "scan.json"
-    done = call("scan", write(folder, code), "--json", saved, "-p", "half", "--no-plan", "--errors", "none", *options)
+    few = ("-p", "half", "--no-plan", "--errors", "none", "--further-inputs", "1")
+    done = call("scan", write(folder, code), "--json", saved, *few, *options)
     assert done.returncode == 0, done.stderr
     result = ScanResult.load(saved)
     assert [run.status for run in result.runs] == ["ok", "ok"]
@@ -170,7 +171,7 @@ def test_a_file_that_starts_threads_is_loaded_in_fresh_interpreters(call: Call, 
 @pytest.mark.slow
 @pytest.mark.parametrize("isolation", ["fork", "spawn", "none"])
 def test_the_isolation_can_be_chosen(call: Call, tmp_path: Path, isolation: str) -> None:
-    assert scanned(call, tmp_path, "", "--isolation", isolation).options["isolation"] == isolation
+    assert scanned(call, tmp_path, "", "--isolation", isolation, *UNTIMED).options["isolation"] == isolation
 
 
 IN_A_FORK = """
@@ -236,7 +237,7 @@ def extra(model, x):
     saved = tmp_path / "scan.json"
     before = signal.getsignal(signal.SIGCHLD)
     try:
-        call("scan", write(tmp_path, code), "--json", saved, "-p", "half", "--no-plan", "--budget", "1")
+        call("scan", write(tmp_path, code), "--json", saved, "-p", "half", "--no-plan", "--budget", "1", *UNTIMED)
     finally:
         signal.signal(signal.SIGCHLD, before)
     assert [run.status for run in ScanResult.load(saved).runs] == ["ok", "timeout"]
@@ -303,6 +304,9 @@ def test_scans_without_isolation_take_turns(tmp_path: Path) -> None:
     assert all(first == second for first, second in zip(calls[::2], calls[1::2], strict=True))
 
 
+FEW: dict[str, Any] = {"precisions": "half", "errors": "none", "plan": False, "further_inputs": 0}
+
+
 class Waits(Mlp):
     """Waits for a lock that another thread of the process holds now and then, as importing and logging do."""
 
@@ -332,7 +336,7 @@ def test_a_model_that_waits_for_a_thread_is_sent_to_a_fresh_interpreter(monkeypa
     monkeypatch.setattr(launcher, "IDLE_SECONDS", 1.5)
     thread, done = held_lock()
     try:
-        result = scan(Waits(), torch.ones(2, 8), precisions="half", errors="none")
+        result = scan(Waits(), torch.ones(2, 8), times="off", **FEW)
     finally:
         done.set()
         thread.join()
@@ -352,7 +356,7 @@ def test_a_model_that_waits_for_a_thread_and_cannot_be_sent(monkeypatch: pytest.
     try:
         with pytest.raises(UsageError, match=r"\(trains\) do not run.*cannot be sent.*generator"):
             scan(model, torch.ones(2, 8), precisions="half")
-        assert scan(model, torch.ones(2, 8), precisions="half", isolation="none").runs[1].status == "ok"
+        assert scan_here(model, torch.ones(2, 8), **FEW).runs[1].status == "ok"
     finally:
         done.set()
         thread.join()
@@ -366,7 +370,7 @@ import os
 for descriptor in {closed}: os.close(descriptor)
 import torch
 from lowprec_check import scan
-result = scan(torch.nn.Linear(8, 8).eval(), torch.randn(2, 8), precisions="half")
+result = scan(torch.nn.Linear(8, 8).eval(), torch.randn(2, 8), precisions="half", times="off", further_inputs=1)
 open({str(tmp_path / "status")!r}, "w").write(result.runs[1].status)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -409,8 +413,8 @@ def test_limits_and_figures_hold_where_a_file_stops_clocks_and_replaces_function
     isolation: str, write: Callable[..., Path], call: Call, tmp_path: Path
 ) -> None:
     saved = tmp_path / "scan.json"
-    options = ("-p", "half,bf16", "--budget", "4", "--no-plan", "--fail-on", "never", "--json", saved)
-    done = call("scan", write(REPLACES), "--isolation", isolation, *options)
+    options = ("-p", "half,bf16", "--budget", "4", "--no-plan", "--fail-on", "never", "--further-inputs", "0")
+    done = call("scan", write(REPLACES), "--isolation", isolation, "--json", saved, *options)
     assert done.returncode == 0, done.stderr
     fp32, half, bfloat16 = ScanResult.load(saved).runs
     assert (half.status, bfloat16.status) == ("ok", "timeout")

@@ -74,7 +74,7 @@ def run_with(
     """The bfloat16 run of a scan in which that much memory is free for it, beside the outputs that are compared."""
     monkeypatch.setattr(memory_limits, "_outputs", lambda _: 0)
     monkeypatch.setattr(memory_limits, "free_memory", lambda _: free() if callable(free) else free)
-    given_options = {"precisions": "bfloat16", "plan": False, "isolation": "fork", **options}
+    given_options = {"precisions": "bfloat16", "plan": False, "isolation": "fork", "times": "off", **options}
     result = lowprec_check.scan(model(), torch.randn(8, 64), **given_options)  # type: ignore[arg-type]
     return result.runs[1], result
 

@@ -20,6 +20,15 @@ from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.engine.run.timed_runs import batch_of, cores_of_instances, percentile
 
 
+@pytest.fixture(autouse=True)
+def short_instances(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowprec_check.engine.run.instance_times.INSTANCE_SECONDS", 0.1)
+
+
+BFLOAT16: dict[str, Any] = {"precisions": "bfloat16", "times": "off", "plan": False, "errors": "none"}
+"""Times of a scenario only, each scan's subject here."""
+
+
 class Rows(nn.Module):
     """Fails for other batches than those it expects."""
 
@@ -34,7 +43,7 @@ class Rows(nn.Module):
 
 
 def test_offline_times_the_inputs_on_all_cores() -> None:
-    result = scan(Rows(6), torch.ones(6, 8), precisions="bfloat16", scenario="offline", times="off", plan=False)
+    result = scan(Rows(6), torch.ones(6, 8), scenario="offline", **BFLOAT16)
     assert [its.text for its in statements(result) if its.kind == "rounds"] == [
         "times were taken in the offline scenario only"
     ]
@@ -50,7 +59,7 @@ def test_offline_times_the_inputs_on_all_cores() -> None:
 
 
 def test_realtime_times_several_instances_with_batches_of_one() -> None:
-    result = scan(Rows(1), torch.ones(6, 8), precisions="bfloat16", scenario="realtime", plan=False)
+    result = scan(Rows(1), torch.ones(6, 8), scenario="realtime", **BFLOAT16)
     cores = len(os.sched_getaffinity(0))
     timing = result.run("bfloat16").timing
     assert timing is not None
@@ -59,7 +68,7 @@ def test_realtime_times_several_instances_with_batches_of_one() -> None:
 
 
 def test_a_model_that_cannot_take_one_item_is_not_timed() -> None:
-    result = scan(Rows(2), torch.ones(6, 8), precisions="bfloat16", scenario="realtime", plan=False)
+    result = scan(Rows(2), torch.ones(6, 8), scenario="realtime", **BFLOAT16)
     assert [run.status for run in result.runs] == ["ok", "ok"]
     assert result.run("bfloat16").timing is None
     assert "not timed realtime: ValueError: 1 rows" in result.run("bfloat16").notes
@@ -81,9 +90,7 @@ class OneItem(nn.Module):
 @pytest.mark.parametrize("isolation", ["fork", "none"])
 def test_a_model_that_exits_in_an_instance_is_not_timed(isolation: Any) -> None:
     model = OneItem(lambda: sys.exit(3))
-    run = scan(
-        model, torch.ones(6, 8), precisions="bfloat16", scenario="realtime", plan=False, isolation=isolation
-    ).run("bfloat16")
+    run = scan(model, torch.ones(6, 8), scenario="realtime", isolation=isolation, **BFLOAT16).run("bfloat16")
     assert (run.status, run.timing) == ("ok", None)
     assert run.notes[-1] == "not timed realtime: SystemExit: 3"
 
@@ -96,9 +103,7 @@ def test_an_instance_in_this_process_uses_the_threads_that_are_reported(monkeypa
         if torch.get_num_threads() != 3:
             raise ValueError(f"{torch.get_num_threads()} threads")
 
-    run = scan(
-        OneItem(check), torch.ones(6, 8), precisions="bfloat16", scenario="realtime", plan=False, isolation="none"
-    ).run("bfloat16")
+    run = scan(OneItem(check), torch.ones(6, 8), scenario="realtime", isolation="none", **BFLOAT16).run("bfloat16")
     assert run.timing is not None, run.notes
     assert run.timing.cores == 3
     assert (torch.get_num_threads(), os.sched_getaffinity(0)) == before
@@ -106,7 +111,6 @@ def test_an_instance_in_this_process_uses_the_threads_that_are_reported(monkeypa
 
 def test_instances_may_finish_at_different_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("lowprec_check.engine.run.timed_runs.cores_of_instances", lambda *_: [(), ()])
-    monkeypatch.setattr("lowprec_check.engine.run.instance_times.INSTANCE_SECONDS", 0.1)
     slow = tmp_path / "slow"
 
     def wait() -> None:
@@ -114,7 +118,7 @@ def test_instances_may_finish_at_different_times(monkeypatch: pytest.MonkeyPatch
             file.write(str(os.getpid()))
         time.sleep(0.2 if slow.read_text() == str(os.getpid()) else 0.0)
 
-    run = scan(OneItem(wait), torch.ones(6, 8), precisions="bfloat16", scenario="realtime", plan=False).runs[0]
+    run = scan(OneItem(wait), torch.ones(6, 8), scenario="realtime", **BFLOAT16).runs[0]
     assert run.timing is not None, run.notes
     assert run.timing.instances == 2
 
@@ -134,10 +138,10 @@ def test_inputs_without_a_common_batch_are_timed_offline_only() -> None:
     inputs = (torch.ones(6, 8), torch.ones(3, 8))
     assert batch_of((inputs, {})) is None
     assert batch_of(((torch.ones(6, 8), torch.tensor(1.0)), {"y": torch.ones(6)})) == 6
-    offline = scan(Two(), inputs, precisions="bfloat16", scenario="offline", plan=False).run("bfloat16").timing
+    offline = scan(Two(), inputs, scenario="offline", **BFLOAT16).run("bfloat16").timing
     assert offline is not None
     assert (offline.batch, offline.throughput) == (None, None)
-    realtime = scan(Two(), inputs, precisions="bfloat16", scenario="realtime", plan=False).run("bfloat16")
+    realtime = scan(Two(), inputs, scenario="realtime", **BFLOAT16).run("bfloat16")
     assert "no common first dimension" in realtime.notes[-1]
 
 
@@ -158,7 +162,7 @@ def test_percentiles_are_samples() -> None:
 
 
 def test_the_screen_shows_the_scenario(call: Call, tmp_path: object) -> None:
-    options = ("-p", "bf16", "--scenario", "realtime", "--no-plan", "-q", "--fail-on", "never")
+    options = ("-p", "bf16", "--scenario", "realtime", "--no-plan", "--times", "off", "-q", "--fail-on", "never")
     text = " ".join(call("scan", "examples/whitening.py", "--backend", "jit", *options).stdout.split())
     assert "p99 throughput" in text
     assert "realtime: " in text
