@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import scan_here
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -47,8 +48,11 @@ class Wrapped(nn.Module):
         return self.linear(x)
 
 
+ONE_RUN: dict[str, Any] = {"plan": False, "further_inputs": 0}
+
+
 def run_of(model: nn.Module, precision: str, inputs: Any = X, **options: Any) -> Run:
-    result = scan(model, inputs, precisions=[precision], **options)
+    result = scan_here(model, inputs, precisions=[precision], **ONE_RUN | options)
     found = result.run(precision)
     assert not [note for note in found.notes if "failed" in note], found.notes
     return found
@@ -126,7 +130,7 @@ class Noise(Wrapped):
         return y + torch.randn_like(y)
 
 
-@pytest.mark.parametrize("precision", ["half", "bfloat16", "autocast-bf16"])
+@pytest.mark.parametrize("precision", ["half", "autocast-bf16"])
 @pytest.mark.parametrize("errors", ["none", "both"])
 def test_noise_in_another_dtype_is_compared_with_fp32_on_the_same_noise(precision: str, errors: Any) -> None:
     found = run_of(Noise(), precision, UNEVEN, errors=errors)
@@ -176,7 +180,7 @@ class Fails(Wrapped):
 
 
 def test_a_run_whose_analysis_ended_early_is_judged_by_its_output() -> None:
-    found = scan(Fails(), X, precisions=["half"]).run("half")
+    found = scan_here(Fails(), X, **ONE_RUN, precisions=["half"]).run("half")
     assert found.status == "nonfinite"
     assert not found.complete
 
@@ -241,7 +245,7 @@ class KeepsFp32(Wrapped):
 
 
 def test_an_exception_in_the_second_call_is_an_error() -> None:
-    result = scan(KeepsFp32(), X[:, :8], precisions=["half"])
+    result = scan_here(KeepsFp32(), X[:, :8], precisions=["half"])
     found = result.run("half")
     assert (found.status, found.failed_call) == ("error", 2)
     assert result.recommendation is None or result.recommendation.precision != "half"
@@ -263,7 +267,7 @@ class Exits(Wrapped):
 
 @pytest.mark.parametrize(("number", "how"), [(2, "exit"), (3, "signal")])
 def test_a_death_in_a_later_call_is_a_crash_on_that_call(number: int, how: str) -> None:
-    found = scan(Exits(number, how), X, precisions=["half"]).run("half")
+    found = scan(Exits(number, how), X, precisions=["half"], times="off", **ONE_RUN).run("half")
     assert found.status == "crashed"
     assert (found.reason or "").endswith(f"on call {number}")
     assert why(found).text.count("on call") == 1
@@ -301,7 +305,7 @@ class Fills(Wrapped):
 
 
 def test_calls_that_measure_time_are_rewound() -> None:
-    found = run_of(Fills(), "half")
+    found = run_of(Fills(), "half", times="on")
     assert (found.status, found.calls) == ("ok", 3)
     assert found.latency_ms
 
@@ -337,7 +341,7 @@ class NothingAtAll(nn.Module):
 
 
 def test_without_anything_to_compare_a_recommendation_says_so() -> None:
-    result = scan(NothingAtAll(), X, precisions=["half", "bfloat16"])
+    result = scan_here(NothingAtAll(), X, precisions=["half", "bfloat16"])
     assert {run.status for run in result.runs[1:]} == {"unjudged"}
     assert result.run("half").output_error is None
     assert result.recommendation is not None
@@ -436,7 +440,7 @@ WITHOUT_REFERENCE = {
 @pytest.mark.parametrize("pack", PACKS)
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support", "ignore:The PyTorch API of nested tensors")
 def test_outputs_of_many_kinds_are_compared(pack: str) -> None:
-    found = scan(Packs(PACKS[pack]), X, precisions=["half"]).run("half")
+    found = scan_here(Packs(PACKS[pack]), X, **ONE_RUN, precisions=["half"]).run("half")
     assert (found.status, found.compared_module) == ("inaccurate", None)
     assert (found.lockstep_error is None) == (pack in WITHOUT_REFERENCE)
 
@@ -449,7 +453,7 @@ class Tiny(Wrapped):
 
 
 def test_zeros_of_a_run_are_not_those_of_fp32() -> None:
-    shown = render(scan(Tiny(), X, precisions=["half"]), "text")
+    shown = render(scan_here(Tiny(), X, **ONE_RUN, precisions=["half"]), "text")
     assert "all zeros" not in shown
     assert "the output is tiny" in shown
 
@@ -504,7 +508,7 @@ def test_a_compiled_model_is_run_compiled(inside: bool) -> None:
     model = CompiledDiffers()
     compiled: Any = torch.compile(model, backend="eager")
     whole = nn.Sequential(compiled) if inside else compiled
-    result = scan(whole, X, precisions=["bfloat16"])
+    result = scan_here(whole, X, **ONE_RUN, precisions=["bfloat16"])
     found = result.run("bfloat16")
     assert found.status == "nonfinite"
     assert found.complete
@@ -566,7 +570,7 @@ class Mixed(nn.Module):
 @pytest.mark.parametrize("precision", ["autocast-bf16", "autocast-fp16", "half", "bfloat16"])
 def test_a_model_with_mixed_dtypes_runs_as_its_user_has_it(precision: str) -> None:
     model, dtype = Mixed(), torch.bfloat16 if "bf" in precision else torch.half
-    found = scan(model, X, precisions=[precision], isolation="none").run(precision)
+    found = scan_here(model, X, precisions=[precision], **ONE_RUN).run(precision)
     assert found.status == "ok"
     assert found.output_error is not None
     with torch.no_grad():
@@ -642,8 +646,8 @@ class Patched(WithHook):
 def test_objects_that_hooks_and_closures_hold_stay_the_models_own(make: Any, isolation: Any) -> None:
     model = make()
     FEATURES.clear()
-    for precision in ("half", "bfloat16", "autocast-bf16"):
-        found = run_of(model, precision, isolation=isolation)
+    for precision in ("half", "autocast-bf16"):
+        found = run_of(model, precision, isolation=isolation, times="on")
         assert found.status == "ok"
         assert found.perturbed is False
     assert model.keeper.features is None
@@ -715,7 +719,7 @@ def test_state_in_many_places_is_rewound_and_restored(make: Any, isolation: Any)
     model = make()
     before = copy.deepcopy(model)
     for precision in ("half", "autocast-bf16"):
-        found = run_of(model, precision, isolation=isolation)
+        found = run_of(model, precision, isolation=isolation, times="on")
         assert found.perturbed is False
         assert not found.nondeterministic
         assert (found.status == "inaccurate") == (make is InClass)
@@ -745,7 +749,7 @@ class UsesGenerator(Wrapped):
 def test_mutable_inputs_are_rewound_and_restored(isolation: Any) -> None:
     generator = torch.Generator().manual_seed(3)
     state = generator.get_state()
-    found = run_of(UsesGenerator(), "half", {"x": X, "generator": generator}, isolation=isolation)
+    found = run_of(UsesGenerator(), "half", {"x": X, "generator": generator}, isolation=isolation, times="on")
     assert (found.status, found.perturbed) == ("ok", False)
     assert torch.equal(state, generator.get_state())
 
@@ -762,7 +766,7 @@ class Counts(Wrapped):
 
 
 def test_state_that_cannot_be_rewound_is_not_called_nondeterministic() -> None:
-    result = scan(Counts(), X, precisions=["half"])
+    result = scan(Counts(), X, **ONE_RUN, precisions=["half"], times="off")
     found = result.run("half")
     assert (found.status, found.perturbed, result.runs[0].nondeterministic) == ("ok", None, False)
     assert found.complete
@@ -815,7 +819,7 @@ def test_parameters_that_a_call_changes_are_rewound(isolation: Any) -> None:
     model = MovesWeights()
     before = model.linear.weight.detach().clone()
     for precision in ("half", "autocast-bf16"):
-        found = run_of(model, precision, isolation=isolation)
+        found = run_of(model, precision, isolation=isolation, times="on")
         assert found.status == "ok"
         assert found.perturbed is False
     assert torch.equal(model.linear.weight, before)
@@ -862,7 +866,7 @@ class Inside(nn.Module):
 def test_autocast_reaches_inside_kernels_as_in_the_plain_run(how: str, precision: str) -> None:
     if how == "lstm" and (precision == "autocast-fp16" or not torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         pytest.skip("CPUs without arithmetic in the dtype have no such kernel")
-    result = scan(Inside(how), X, precisions=[precision])
+    result = scan(Inside(how), X, precisions=[precision], isolation="none", **ONE_RUN)
     found = result.run(precision)
     assert found.perturbed is False, found.notes
     assert not found.gaps
@@ -881,7 +885,7 @@ class Branches(Wrapped):
 
 @pytest.mark.slow
 def test_ops_inside_a_higher_order_op_are_recorded() -> None:
-    found = run_of(Branches(), "bfloat16")
+    found = run_of(Branches(), "bfloat16", times="on")
     assert found.status == "ok"
     assert found.latency_ms
     assert {"aten.sin.default", "aten.cos.default"} & set(found.op_calls.op)
@@ -897,7 +901,7 @@ def test_flex_attention_is_recorded() -> None:
             y = self.linear(x).reshape(1, 2, 16, 1).expand(1, 2, 16, 16)
             return flex_attention(y, y, y)
 
-    found = run_of(Flex(), "bfloat16")
+    found = run_of(Flex(), "bfloat16", times="on")
     assert found.status == "ok"
     assert found.latency_ms
     assert any("softmax" in op or "exp" in op for op in found.op_calls.op), set(found.op_calls.op)
@@ -911,14 +915,14 @@ def test_choices_behind_wrong_ids_are_a_warning() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return (self.linear(x) * 1000).round().long()
 
-    result = scan(WrongIds(), X, precisions=["half"])
+    result = scan_here(WrongIds(), X, **ONE_RUN, precisions=["half"])
     assert result.run("half").status == "inaccurate"
     assert {d.severity for d in findings(result, "LP304")} == {"warning"}
     assert "of the values differ, over the tolerance" in findings(result, "LP301")[0].message
 
 
 def test_choices_that_cause_the_error_are_a_warning() -> None:
-    result = scan(Ids(), IDS, precisions=["half"])
+    result = scan_here(Ids(), IDS, **ONE_RUN, precisions=["half"])
     assert result.run("half").status == "inaccurate"
     found = findings(result, "LP304")
     assert [(d.severity, d.op) for d in found] == [("warning", "aten._to_copy.default")]
@@ -935,7 +939,7 @@ class Saturates(Wrapped):
 
 
 def test_a_saturated_mask_of_a_passing_run_is_a_note() -> None:
-    result = scan(Saturates(), X, precisions=["half"])
+    result = scan_here(Saturates(), X, **ONE_RUN, precisions=["half"])
     assert result.run("half").status == "ok"
     assert {d.severity for d in findings(result, "LP201")} == {"note"}
 
@@ -951,7 +955,7 @@ class Cancels(nn.Module):
 
 
 def test_cancellation_is_not_called_underflow() -> None:
-    result = scan(Cancels(), X.abs() + 0.5, precisions=["half"])
+    result = scan_here(Cancels(), X.abs() + 0.5, **ONE_RUN, precisions=["half"])
     assert not findings(result, "LP202")
 
 
@@ -1037,7 +1041,7 @@ class StoredIn8Bits(Wrapped):
 
 
 def test_a_model_with_fp8_weights_is_analyzed() -> None:
-    result = scan(StoredIn8Bits().eval(), X, precisions="half", times="off", plan=False)
+    result = scan_here(StoredIn8Bits().eval(), X, precisions="half", plan=False)
     run = result.run("half")
     assert (run.status, run.complete, run.notes) == ("nonfinite", True, [])
     assert [row.op for row in run.op_calls.rows() if row.spoils_output] == ["aten.mul.Tensor"]
@@ -1186,7 +1190,7 @@ class ClampsHalf(nn.Module):
 
 def test_a_branch_on_the_dtype_is_not_called_a_choice() -> None:
     x = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
-    result = scan(ClampsHalf(by_dtype=True).eval(), x, precisions="half", plan=False, times="off")
+    result = scan_here(ClampsHalf(by_dtype=True).eval(), x, precisions="half", plan=False)
     run = result.run("half")
     assert sum(run.op_calls.flips) > 0
     assert run.budget is not None
@@ -1196,5 +1200,5 @@ def test_a_branch_on_the_dtype_is_not_called_a_choice() -> None:
     assert warning.help == "look for code that depends on the dtype"
     assert all("output error" not in its.message for its in others)
     plain = ClampsHalf(by_dtype=False).eval()
-    same = scan(plain, x, precisions="half", plan=False, times="off").run("half")
+    same = scan_here(plain, x, precisions="half", plan=False).run("half")
     assert same.status == "ok", "the comparison alone does not make it fail"

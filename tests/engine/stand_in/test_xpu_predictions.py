@@ -35,6 +35,7 @@ def predict(model: nn.Module, inputs: Any, release: str, *precisions: str, devic
         precisions=precisions,
         budget_error="off",
         plan=False,
+        further_inputs=0,
         isolation="fork",
     )
 
