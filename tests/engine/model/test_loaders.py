@@ -154,7 +154,18 @@ def test_a_script_that_calls_a_model_on_a_container(
     ],
 )
 def test_a_script_with_an_unusual_model_can_be_scanned(here: Path, write: Write, call: Call, code: str) -> None:
-    done = call("scan", str(write(NET + code, "train.py")), "-p", "half,autocast-bf16", "--json", "-")
+    done = call(
+        "scan",
+        str(write(NET + code, "train.py")),
+        "-p",
+        "half,autocast-bf16",
+        "--json",
+        "-",
+        "--times",
+        "off",
+        "--further-inputs",
+        "0",
+    )
     assert done.returncode == 0, done.stderr
     assert [run.status for run in ScanResult.from_json(done.stdout.encode()).runs] == ["ok"] * 3
 
@@ -315,7 +326,7 @@ def test_the_api_takes_data_loaders_and_arrays() -> None:
     data = torch.utils.data.TensorDataset(torch.randn(8, 3), torch.arange(8))
     model = nn.Linear(3, 2).eval()
     for inputs in (torch.utils.data.DataLoader(data, batch_size=4), data, numpy.ones((4, 3))):
-        result = scan(model, inputs, precisions="half", isolation="none")
+        result = scan(model, inputs, precisions="half", isolation="none", times="off")
         assert result.run("half").status == "ok"
 
 
@@ -339,10 +350,13 @@ def test_lazy_modules_are_initialized_by_a_call(here: Path, write: Write) -> Non
 
 def test_the_api_leaves_a_lazy_model_as_it_is() -> None:
     model = nn.Sequential(nn.LazyLinear(4))
-    assert scan(model, torch.ones(2, 7), precisions="half", isolation="none").run("half").status == "ok"
+    assert scan(model, torch.ones(2, 7), precisions="half", isolation="none", times="off").run("half").status == "ok"
     assert isinstance(model[0], nn.LazyLinear)
     cannot_be_copied = nn.Sequential(nn.LazyConv1d(4, 1), nn.LazyBatchNorm1d()).eval()
-    assert scan(cannot_be_copied, torch.ones(2, 3, 5), precisions="half", isolation="none").run("half").status == "ok"
+    assert (
+        scan(cannot_be_copied, torch.ones(2, 3, 5), precisions="half", isolation="none", times="off").run("half").status
+        == "ok"
+    )
 
 
 # -- weights
@@ -702,7 +716,7 @@ def test_the_printed_code_of_a_package_imports_it(here: Path, write: Write, monk
     monkeypatch.syspath_prepend(str(here))
     expected = "import torch\nfrom parts.net import Net, inputs\n\nmodel = Net()\n"
     target = load_target("parts.net:Net")
-    result = scan(target.model, target.args[0], precisions="half", isolation="none")
+    result = scan(target.model, target.args[0], precisions="half", isolation="none", times="off")
     info = __import__("msgspec").structs.replace(result.model, setup=list(target.setup))
     code = snippet(result.run("half").key, info)
     assert code.startswith(expected)
@@ -718,7 +732,8 @@ def test_the_printed_code_of_the_examples_gives_the_reported_error(example: Path
 
 def scan_untimed(call: Call, *arguments: str) -> ScanResult:
     """Scan with the command, whatever it finds."""
-    done = call("scan", *arguments, "--json", "-", "--fail-on", "never", "-q", "--times", "off")
+    less = ("--times", "off", "--errors", "none", "--no-plan", "--further-inputs", "0", "--isolation", "none")
+    done = call("scan", *arguments, "--json", "-", "--fail-on", "never", "-q", *less)
     assert done.returncode == 0, done.stderr
     return ScanResult.from_json(done.stdout.encode())
 
