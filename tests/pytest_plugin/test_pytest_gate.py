@@ -26,7 +26,7 @@ def test_inv(): torch.linalg.inv(torch.eye(3))
 """
 AFTER = BEFORE + "def test_cholesky(): torch.linalg.cholesky(torch.eye(3))\n"
 
-WORKERS = [(), pytest.param(("-n2",), marks=pytest.mark.slow)]
+WORKERS = [(), pytest.param(("-n1",), marks=pytest.mark.slow)]
 
 
 @pytest.fixture
@@ -667,9 +667,7 @@ OF_FIXTURES = {
 }
 
 
-@pytest.mark.parametrize(
-    "options", [*WORKERS, ("-p", "no:randomly", "--deselect", "test_suite.py::test_first")], ids=str
-)
+@pytest.mark.parametrize("options", [(), ("-p", "no:randomly", "--deselect", "test_suite.py::test_first")], ids=str)
 def test_ops_of_a_shared_fixture_belong_to_all_its_tests(project: pytest.Pytester, options: tuple[str, ...]) -> None:
     project.makeconftest(CONFTEST)
     project.makepyfile(test_suite=FIXTURES)

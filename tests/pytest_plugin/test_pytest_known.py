@@ -8,7 +8,7 @@ import pytest
 
 from lowprec_check.pytest_plugin.manifest import KnownFailure, dump, read
 
-XDIST = pytest.mark.parametrize("options", [(), pytest.param(("-n2",), marks=pytest.mark.slow)], ids=["alone", "xdist"])
+XDIST = pytest.mark.parametrize("options", [(), pytest.param(("-n1",), marks=pytest.mark.slow)], ids=["alone", "xdist"])
 
 
 def run(project: pytest.Pytester, suite: str, entries: str, *options: str) -> pytest.RunResult:
@@ -49,8 +49,16 @@ needs_subtests = pytest.mark.skipif(
 
 
 @needs_subtests
-@XDIST
-@pytest.mark.parametrize("numbers", [(1, 0), (0, 1), (2, 3), (1, 1, 2, 1)])
+@pytest.mark.parametrize(
+    ("numbers", "options"),
+    [
+        ((1, 0), ()),
+        ((0, 1), ()),
+        ((2, 3), ()),
+        ((1, 1, 2, 1), ()),
+        pytest.param((1, 1, 2, 1), ("-n1",), marks=pytest.mark.slow),
+    ],
+)
 def test_known_failures_of_subtests_are_green(
     project: pytest.Pytester, numbers: tuple[int, ...], options: tuple[str, ...]
 ) -> None:

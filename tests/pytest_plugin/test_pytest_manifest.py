@@ -249,7 +249,7 @@ def test_known_failures_are_xfailed(suite: pytest.Pytester, options: tuple[str, 
         assert "lowprec: known.toml" not in result.stdout.str()
 
 
-@pytest.mark.parametrize("options", [(), pytest.param(("-n2",), marks=pytest.mark.slow)], ids=["alone", "xdist"])
+@pytest.mark.parametrize("options", [(), pytest.param(("-n1",), marks=pytest.mark.slow)], ids=["alone", "xdist"])
 def test_an_unexpected_pass_fails_and_shows_how_to_update(suite: pytest.Pytester, options: tuple[str, ...]) -> None:
     suite.makepyfile(test_suite=SUITE.replace('raise RuntimeError("u")', "pass"))
     result = run(suite, *options)
@@ -325,7 +325,7 @@ def test_update_writes_the_manifest(suite: pytest.Pytester, options: tuple[str, 
     result.stdout.fnmatch_lines(["4 added, 0 changed, 0 removed", "+ test_suite.py::TestCase::test_u"])
     found = read(Path("known.toml"))
     assert {entry.test: entry.exception for entry in found} == {k.test: k.exception for k in KNOWN}
-    run(suite, *options).assert_outcomes(passed=1, xfailed=4)
+    run(suite).assert_outcomes(passed=1, xfailed=4)
 
 
 def test_collecting_tests_updates_nothing(suite: pytest.Pytester) -> None:
@@ -376,7 +376,7 @@ def test_the_ini_key_is_used_without_the_option(suite: pytest.Pytester) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [(), pytest.param(("-n2",), marks=pytest.mark.slow)], ids=["alone", "xdist"])
+@pytest.mark.parametrize("options", [(), pytest.param(("-n1",), marks=pytest.mark.slow)], ids=["alone", "xdist"])
 def test_a_failing_subtest_fails_its_test(suite: pytest.Pytester, options: tuple[str, ...]) -> None:
     body = """
         import unittest
@@ -388,8 +388,7 @@ def test_a_failing_subtest_fails_its_test(suite: pytest.Pytester, options: tuple
                         self.assertEqual(n, 1)
         """
     suite.makepyfile(test_suite=body)
-    plain = suite.runpytest(*options)
-    if plain.ret == 0:
+    if suite.runpytest().ret == 0:
         pytest.skip("this pytest does not count subtests")
     run(suite, "--lowprec-update-manifest", *options)
     entry = KnownFailure(test="test_suite.py::TestCase::test_u", exception="AssertionError", reason="a reason")

@@ -375,7 +375,7 @@ def device(lowprec): lowprec.record(device="mps")
 @pytest.mark.slow
 def test_workers_send_what_was_not_measured(project: pytest.Pytester) -> None:
     project.makepyfile(test_one=MODEL + '\ndef test_it(lowprec): lowprec.check(net, x, device="mps")\n')
-    assert "1 test was skipped: device mps is not available" in project.runpytest("-n2").stdout.str()
+    assert "1 test was skipped: device mps is not available" in project.runpytest("-n1").stdout.str()
 
 
 def test_all_operators_of_a_name_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
