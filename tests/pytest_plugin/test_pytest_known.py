@@ -113,7 +113,7 @@ def test_an_update_keeps_all_exceptions_of_a_test(project: pytest.Pytester, opti
     result = run(project, TWO_KINDS, "", *options)
     assert result.ret == 0
     assert "xfailed" in result.parseoutcomes()
-    assert run(project, TWO_KINDS, "", "--lowprec-update-manifest", *options).ret == 0
+    assert run(project, TWO_KINDS, "", "--lowprec-update-manifest").ret == 0
     assert read(Path("known.toml")) == [one, two]
 
 
@@ -186,7 +186,7 @@ def test_two_entries_that_are_equally_close_are_an_error(project: pytest.Pyteste
         ]
     )
     before = Path("known.toml").read_text()
-    run(project, SUITE, "", "--lowprec-update-manifest", "-k", "dot", *options)
+    run(project, SUITE, "", "--lowprec-update-manifest", "-k", "dot")
     assert "::test_op[dot]" not in Path("known.toml").read_text()
     assert "::test_op[d*]" in before
 
@@ -259,8 +259,8 @@ def test_an_update_keeps_patterns_and_keys(project: pytest.Pytester, options: tu
         KnownFailure(test="test_suite.py::test_own", exception="KeyError", python=">=3", strict=False),
     ]
     assert read(Path("known.toml")) == kept
-    run(project, UPDATED.format(raises="ValueError"), "", "--lowprec-update-manifest", *options)
+    run(project, UPDATED.format(raises="ValueError"), "", "--lowprec-update-manifest")
     split = [KnownFailure(test=f"test_suite.py::test_op[{op}]", exception="ValueError") for op in (r"a\*b", "dot")]
     assert read(Path("known.toml")) == sorted([*kept, *split], key=lambda one: one.test)
-    result = run(project, UPDATED.format(raises="ValueError"), "", *options)
+    result = run(project, UPDATED.format(raises="ValueError"), "")
     result.assert_outcomes(xfailed=3, failed=1)  # test_op[mm], which the pattern names
