@@ -34,6 +34,10 @@ Write = Callable[..., Path]
 MODEL = "model = nn.Linear(8, 3)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
 
 
+SCAN_HERE = ("--isolation", "none", "--times", "off", "--further-inputs", "0")
+"""Options of scans of which only the steps and losses are looked at."""
+
+
 def run_as_it_is(path: Path, optimizers: int = 1) -> tuple[list[float], list[list[torch.Tensor]]]:
     """The losses of a script, summed for each step of all its optimizers, and their weights after each."""
     losses: list[float] = []
@@ -410,7 +414,7 @@ def test_a_scan_trains_as_the_script_does(here: Path, write: Write, call: Call, 
 
 def test_two_optimizers_after_one_loss_are_scanned(here: Path, write: Write, call: Call) -> None:
     path = write(HEAD + SEVERAL["two optimizers of one model"][1], "train.py")
-    options = ["--train", "--steps", "2", "-p", "autocast-bf16", "--times", "off", "--no-plan", "--json", "-"]
+    options = ["--train", "--steps", "2", "-p", "autocast-bf16", *SCAN_HERE, "--no-plan", "--json", "-"]
     result = ScanResult.from_json(call("scan", str(path), *options, folder=here).stdout.encode())
     assert result.run("autocast-bf16").status == "ok"
 
@@ -425,7 +429,7 @@ def test_the_line_of_a_loss_is_that_of_its_last_term(here: Path, write: Write, c
         "    (loss / 2).backward()\n    optimizer.step()\n"
     )
     path = write(HEAD + body, "train.py")
-    options = ["--train", "--steps", "1", "-p", "autocast-bf16", "--times", "off", "--json", "-"]
+    options = ["--train", "--steps", "1", "-p", "autocast-bf16", *SCAN_HERE, "--json", "-"]
     result = ScanResult.from_json(call("scan", str(path), *options, folder=here).stdout.encode())
     lines = path.read_text().splitlines()
     task, whole = (f"train.py:{number}" for number, line in enumerate(lines, start=1) if " task" in line)
@@ -444,7 +448,7 @@ def test_ops_of_a_loss_are_at_their_lines(here: Path, write: Write, call: Call) 
         "    optimizer.step()\n"
     )
     path = write(HEAD + body, "train.py")
-    options = ["--train", "--steps", "1", "-p", "autocast-bf16", "--times", "off", "--json", "-"]
+    options = ["--train", "--steps", "1", "-p", "autocast-bf16", *SCAN_HERE, "--json", "-"]
     done = call("scan", str(path), *options, folder=here)
     rows = list(ScanResult.from_json(done.stdout.encode()).run("autocast-bf16").op_calls.rows())
     lines = path.read_text().splitlines()
@@ -490,7 +494,7 @@ def test_what_a_script_does_between_its_steps_is_told_by_its_losses(
     here: Path, write: Write, call: Call, between: str, first_other: int | None
 ) -> None:
     path = write(HEAD + ONE_MODEL + between, "train.py")
-    options = ["--train", "--steps", "3", "-p", "bf16", "--times", "off", "--errors", "none", "--json", "-"]
+    options = ["--train", "--steps", "3", "-p", "bf16", *SCAN_HERE, "--errors", "none", "--json", "-"]
     done = call("scan", str(path), *options, folder=here)
     notes = ScanResult.from_json(done.stdout.encode()).runs[0].notes
     expected = [] if first_other is None else [f"in step {first_other} the loss of the script is"]
@@ -575,7 +579,7 @@ def test_a_gan_trains_in_every_precision_as_plain_loops_and_pasted_code_do(
 ) -> None:
     loop = LOOP.format(**PLAIN).replace("losses.append(loss.item())", "").replace("losses[-1] += loss.item()", "")
     path = write("import contextlib\n" + FIXED_GAN + loop, "train.py")
-    done = call("scan", str(path), "--train", "--steps", "3", "--times", "off", "--json", "-")
+    done = call("scan", str(path), "--train", "--steps", "3", *SCAN_HERE, "--json", "-")
     result = ScanResult.from_json(done.stdout.encode())
     assert result.training is not None
     assert len(result.training.optimizers) == 2
