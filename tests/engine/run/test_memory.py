@@ -330,6 +330,8 @@ def scan_rows() -> ScanResult:
         "precisions": "half",
         "plan": False,
         "times": "off",
+        "further_inputs": 0,
+        "errors": "none",
         "tolerance": 1.0,
         "prefer": "memory",
         "thorough": True,  # one call alone has no memory, where half is slow
