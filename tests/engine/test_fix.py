@@ -299,7 +299,7 @@ SLOW = "spade_decoder"  # of which every precision passes here, after a minute: 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(file.stem for file in (ROOT / "examples").glob("*.py") if file.stem != SLOW))
 def test_what_fails_in_an_example_is_fixed_or_explained(call: Call, name: str) -> None:
-    done = call("fix", ROOT / "examples" / f"{name}.py", "-q", "--json", "-", folder=ROOT)
+    done = call("fix", ROOT / "examples" / f"{name}.py", "-q", "--json", "-", "--further-inputs", "0", folder=ROOT)
     assert done.returncode in (0, 1), done.stderr
     result = ScanResult.from_json(done.stdout.encode())
     found = result.fixing
