@@ -252,21 +252,27 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("report", WAYS, ids=["report", "baseline", "another file"])
+WRONG: list[tuple[dict[str, str], tuple[str, ...], dict[str, str]]] = [
+    ({"test_inv": "fail"}, (), {"test_inv": "failed"}),
+    ({"test_inv_setup": "fail"}, (), {"test_inv": "error in setup"}),
+    ({"test_inv_teardown": "fail"}, (), {"test_inv": "error in teardown"}),
+    ({"test_inv": "skip", "test_qr": "xfail"}, (), {"test_qr": "xfailed"}),
+    ({"test_inv": "fail"}, ("-x",), {"test_inv": "failed", "test_qr": "not run", "test_exp": "not run"}),
+    ({}, ("-k", "exp"), {}),
+    ({}, ("--deselect", "test_suite.py::test_inv"), {}),
+    ({}, ("test_suite.py::test_qr",), {}),
+]
+CUT_SHORT, SELECTED = WRONG[4], WRONG[5]
+
+
 @pytest.mark.parametrize(
-    ("wrong", "options", "incomplete"),
+    ("report", "wrong", "options", "incomplete"),
     [
-        ({"test_inv": "fail"}, (), {"test_inv": "failed"}),
-        ({"test_inv_setup": "fail"}, (), {"test_inv": "error in setup"}),
-        ({"test_inv_teardown": "fail"}, (), {"test_inv": "error in teardown"}),
-        ({"test_inv": "skip", "test_qr": "xfail"}, (), {"test_qr": "xfailed"}),
-        ({"test_inv": "fail"}, ("-x",), {"test_inv": "failed", "test_qr": "not run", "test_exp": "not run"}),
-        ({}, ("-k", "exp"), {}),
-        ({}, ("--deselect", "test_suite.py::test_inv"), {}),
-        ({}, ("test_suite.py::test_qr",), {}),
+        *((WAYS[0], *wrong) for wrong in WRONG),
+        *((way, *wrong) for way in WAYS[1:] for wrong in (CUT_SHORT, SELECTED)),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_a_run_does_not_complete_stays_in_the_baseline(
     suite: pytest.Pytester,
     monkeypatch: pytest.MonkeyPatch,

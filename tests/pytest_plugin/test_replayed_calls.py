@@ -105,9 +105,8 @@ def test_verdicts_are_those_of_bare_calls(suite: pytest.Pytester) -> None:
                 assert message in support["message"]
                 assert support["message"].startswith("one call of these tests, tried here, fails: ")
 
-
-def test_an_op_that_runs_in_part_shows_whether_this_call_runs(suite: pytest.Pytester) -> None:
-    support = supports(saved(suite))["rrelu_with_noise"]["float16"]
+    # An op that runs in part shows whether this call runs.
+    support = found["rrelu_with_noise"]["float16"]
     assert support["state"] == "some"
     assert support["condition"] == "fails where training; one call of these tests, tried here, fails"
 
