@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import math
 import mmap
@@ -325,15 +326,32 @@ def few_held(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"lowprec_check.engine.{module}.HELD_BYTES", 1000)
 
 
+@pytest.fixture(scope="module")
+def held_results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[float, torch.dtype], ScanResult]:
+    """Scans with the weights in memory, each once."""
+
+    @functools.cache
+    def scan_held(factor: float, dtype: torch.dtype) -> ScanResult:
+        files = written(tmp_path_factory.mktemp("held"), factor=factor, dtype=dtype)
+        return scanned(*files, stream=False, plan=False)
+
+    return scan_held
+
+
 @pytest.mark.parametrize("how", ["", "few_held", "uploads"])
 @pytest.mark.parametrize(("factor", "dtype"), [(1.0, torch.float32), (1e4, torch.float32), (1.0, torch.bfloat16)])
 def test_a_scan_finds_the_same(
-    factor: float, dtype: torch.dtype, how: str, tmp_path: Path, request: pytest.FixtureRequest
+    factor: float,
+    dtype: torch.dtype,
+    how: str,
+    tmp_path: Path,
+    held_results: Callable[[float, torch.dtype], ScanResult],
+    request: pytest.FixtureRequest,
 ) -> None:
+    held = held_results(factor, dtype)
     if how:
         request.getfixturevalue(how)
-    files = written(tmp_path, factor=factor, dtype=dtype)
-    held, other = (scanned(*files, stream=stream, plan=False) for stream in (False, True))
+    other = scanned(*written(tmp_path, factor=factor, dtype=dtype), stream=True, plan=False)
     assert STREAMED in other.model.notes
     assert STREAMED not in held.model.notes
     assert [run.status for run in other.runs] == [run.status for run in held.runs]
