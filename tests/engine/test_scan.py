@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import Call, Mlp, run_bare
 from generated import Overflow, Project, build, inputs
+from helpers import scan_here
 from torch import Tensor, nn
 
 import lowprec_check
@@ -126,7 +127,7 @@ def test_a_slow_kernel_is_measured_once_and_emulated(tmp_path: Path) -> None:
     script = tmp_path / "slow.py"
     forward = "for _ in range(20): x = torch.ops.odd.op(self.linear(x))\n        return x"
     script.write_text(ODD_OP.format(in_half="time.sleep(0.3)", forward=forward))
-    result = scan_file(script, "-p", "half", "--budget", "5")
+    result = scan_file(script, "-p", "half", "--budget", "5", "--no-plan", "--further-inputs", "0")
     half = result.run("half")
     assert half.status == "timeout"
     assert half.complete
@@ -182,7 +183,7 @@ def test_fork_works_after_this_process_used_its_threads() -> None:
 
 def test_if_all_precisions_fail_modules_are_kept_in_fp32() -> None:
     model = build([Project, Overflow, Project])
-    result = scan(model, inputs(), precisions=["half", "autocast-fp16"])
+    result = scan_here(model, inputs(), precisions=["half", "autocast-fp16"])
     assert result.run("half").status == "nonfinite"
     advice = result.recommendation
     assert advice is not None
@@ -195,7 +196,7 @@ def test_the_pasted_code_has_the_measured_error(precision: str) -> None:
     model = build([Project, Overflow, Project]) if precision == "plan" else build([Project, Project])
     x = inputs()
     wanted = ["autocast-fp16", "half"] if precision == "plan" else [precision]
-    result = scan(model, x, precisions=wanted)
+    result = scan_here(model, x, precisions=wanted)
     assert result.recommendation is not None
     space: dict[str, Any] = {"model": model, "inputs": x}
     reference = run_bare(model, (x,), "fp32")
@@ -209,14 +210,14 @@ def test_a_loss_is_part_of_the_model() -> None:
     def loss(output: Tensor) -> Tensor:
         return torch.quantile(output, 0.5)
 
-    result = scan(Mlp(), X, precisions=["half"], loss=loss)
+    result = scan_here(Mlp(), X, precisions=["half"], loss=loss)
     assert result.run("half").status == "error"
     assert [gap.op for gap in result.run("half").gaps] == ["torch.quantile"]
     assert result.run("fp32").loss is not None
 
 
 def test_a_metric_is_measured_in_each_precision(mlp: Mlp) -> None:
-    result = scan(mlp, X, precisions=["bfloat16"], metric=lambda model: float(model(X).float().mean()))
+    result = scan_here(mlp, X, precisions=["bfloat16"], metric=lambda model: float(model(X).float().mean()))
     fp32, low = result.run("fp32").metric, result.run("bfloat16").metric
     assert fp32 is not None
     assert low == pytest.approx(fp32, abs=0.05)
@@ -240,7 +241,7 @@ def test_an_output_of_zeros_is_noted(mlp: Mlp) -> None:
     with torch.no_grad():
         mlp.layers[2].weight.zero_()
         mlp.layers[2].bias.zero_()
-    assert any("all zeros" in note for note in scan(mlp, X, precisions=["half"]).model.notes)
+    assert any("all zeros" in note for note in scan_here(mlp, X, precisions=["half"]).model.notes)
 
 
 @pytest.mark.parametrize(
@@ -318,7 +319,7 @@ def test_autocast_is_recommended_over_a_cast_if_kernels_are_missing() -> None:
     from test_faults import SpectralNet
 
     torch.manual_seed(0)
-    result = scan(SpectralNet().eval(), X, without_kernel=("aten.dot:half",))
+    result = scan_here(SpectralNet().eval(), X, without_kernel=("aten.dot:half",))
     assert result.run("half").status == "error"
     assert {(gap.op, gap.module) for gap in result.run("half").gaps} == {
         ("aten.dot.default", "first"),
@@ -356,7 +357,9 @@ def test_pasted_code_works_in_the_file(tmp_path: Path, model: str, given: str, p
     path = tmp_path / "formed.py"
     path.write_text(f"{head}{model}\n{given}\n")
     saved = tmp_path / "scan.json"
-    assert call("scan", path, "-p", precision, "--json", saved).returncode == 0
+    assert (
+        call("scan", path, "-p", precision, "--times", "off", "--further-inputs", "0", "--json", saved).returncode == 0
+    )
     advice = ScanResult.load(saved).recommendation
     assert advice is not None
     space: dict[str, Any] = {}
@@ -408,7 +411,7 @@ def test_gradients_and_unusual_state_are_unchanged() -> None:
 def test_a_fused_layer_is_recorded_in_the_precision_it_runs_in() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
-    run = scan(layer, torch.randn(2, 3, 8), precisions=["autocast-bf16"]).run("autocast-bf16")
+    run = scan_here(layer, torch.randn(2, 3, 8), precisions=["autocast-bf16"]).run("autocast-bf16")
     assert run.perturbed is False
     assert any(row.accumulated_error for row in run.op_calls.rows())
 
@@ -422,7 +425,7 @@ def test_an_error_that_the_model_handles_is_a_note() -> None:
             except RuntimeError:
                 return torch.linalg.inv(y.float()).to(y.dtype)
 
-    result = scan(Handles(), X, precisions=["bfloat16"], tolerance=1.0)
+    result = scan_here(Handles(), X, precisions=["bfloat16"], tolerance=1.0)
     assert result.run("bfloat16").status == "ok"
     assert [d.severity for d in result.diagnostics if d.code == "LP101"] == ["note"]
 
@@ -436,18 +439,18 @@ def test_outputs_without_tensors() -> None:
         def forward(self, x: Tensor) -> None:  # type: ignore[override]
             super().forward(x)
 
-    score = scan(Score(), X, precisions=["bfloat16"]).run("bfloat16")
+    score = scan_here(Score(), X, precisions=["bfloat16"]).run("bfloat16")
     assert score.status == "ok"
     assert score.output_error is not None
     assert score.output_error.rel_l2
-    nothing = scan(Nothing(), X, precisions=["bfloat16"]).run("bfloat16")
+    nothing = scan_here(Nothing(), X, precisions=["bfloat16"]).run("bfloat16")
     assert nothing.status == "ok"
     assert nothing.compared_module
 
 
 def test_models_in_other_dtypes_are_scanned_as_fp32_with_a_note() -> None:
     for dtype in (torch.float64, torch.bfloat16):
-        result = scan(Mlp().to(dtype), X.to(dtype), precisions=["half", "autocast-fp16"])
+        result = scan_here(Mlp().to(dtype), X.to(dtype), precisions=["half", "autocast-fp16"])
         assert result.run("half").output_error.rel_l2  # type: ignore[union-attr]
         assert any(str(dtype)[6:] in note for note in result.model.notes)
 
@@ -472,7 +475,7 @@ def test_inputs_that_a_function_makes_are_made_in_the_code_to_paste() -> None:
         return torch.randn(4, 8, generator=torch.Generator().manual_seed(batch))
 
     model = nn.Linear(8, 8).eval()
-    result = scan(model, inputs, precisions="half", times="off")
+    result = scan_here(model, inputs, precisions="half")
     assert result.recommendation is not None
     names: dict[str, Any] = {"model": model, "inputs": inputs}
     exec(result.recommendation.code, names)
@@ -480,6 +483,6 @@ def test_inputs_that_a_function_makes_are_made_in_the_code_to_paste() -> None:
 
 
 def test_a_metric_that_is_no_number_is_said(mlp: Mlp) -> None:
-    result = scan(mlp, torch.randn(4, 8), precisions="half", times="off", metric=lambda model: float("nan"))
+    result = scan_here(mlp, torch.randn(4, 8), precisions="half", metric=lambda model: float("nan"))
     assert [run.metric for run in result.runs] == [None, None]
     assert all("metric(model) returned nan: it is left out" in run.notes for run in result.runs)

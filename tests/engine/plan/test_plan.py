@@ -116,7 +116,7 @@ def test_plans_pass_are_minimal_and_no_larger_than_needed(seed: int) -> None:
         assert not any(passes(model, x, plan, keep) for keep in itertools.combinations(leaves, count))
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.sampled_from([*STEPS, *[Project] * 6]), min_size=1, max_size=6),
     st.sampled_from(FAULTS),
@@ -187,12 +187,12 @@ def test_several_faults_are_found_in_one_trial_and_the_error_is_as_predicted() -
             path,
             dtype,
             id=f"{dtype}-{path.stem}",
-            marks=[pytest.mark.slow] if path.stem in ("spade_decoder", "fourier_mixer", "cifar_resnet50") else [],
+            marks=[pytest.mark.slow] if path.stem in ("fourier_mixer", "cifar_resnet50") else [],
         )
         for dtype in ("bf16", "fp16")
         for path in EXAMPLES
-        if dtype == "bf16"
-        or path.stem not in ("spade_decoder", "cifar_resnet50")  # fp16 convolutions take seconds a run
+        if path.stem != "spade_decoder"  # it has a test of its own
+        and (dtype == "bf16" or path.stem != "cifar_resnet50")  # fp16 convolutions take seconds a run
     ],
 )
 def test_every_example_gets_a_plan_or_a_reason_and_its_code_equals_apply(
