@@ -325,7 +325,7 @@ def test_a_run_past_its_budget_ends_while_another_is_explained(
     assert 1.0 < plain[-1] - plain[0] < 3.0  # it began beside the first, whose explanation took 2 s more
 
 
-@pytest.mark.parametrize(("waited", "least", "most"), [(0.0, 1.0, 2.0), (0.5, 2.25, 4.0)])
+@pytest.mark.parametrize(("waited", "least", "most"), [(0.0, 0.75, 2.5), (0.5, 2.0, 5.0)])
 def test_what_a_run_waits_for_cores_does_not_count_against_its_budget(
     two_cores: Callable[[float], None],
     monkeypatch: pytest.MonkeyPatch,
