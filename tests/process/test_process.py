@@ -429,9 +429,10 @@ def test_the_guardian_ends_daemons_too_and_removes_the_folder(mark: str, tmp_pat
         "    if isinstance(event, MessageEvent):\n"
         "        print(event.message, flush=True)\n        os.kill(os.getpid(), signal.SIGKILL)\n"
     )
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "process")))
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'process'}", "TMPDIR": str(tmp_path)},
+        env=os.environ | {"PYTHONPATH": path, "TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE,
         text=True,
         check=False,
