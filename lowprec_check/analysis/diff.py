@@ -18,7 +18,7 @@ from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.run_key import EAGER, RunKey
 from lowprec_check.schema.scan_diff import DiffSide, Direction, Kind, RunPair, ScanChange, ScanDiff
 from lowprec_check.schema.scan_result import Gap, Run, ScanResult
-from lowprec_check.schema.statements import chained, counted, fill, milliseconds, percent, plain, say
+from lowprec_check.schema.statements import chained, counted, milliseconds, percent, plain, say
 from lowprec_check.schema.verdict import look
 
 ERROR_FACTOR = 2.0
@@ -316,7 +316,7 @@ def _recommendation(old: ScanResult, new: ScanResult) -> Iterator[ScanChange]:
             direction = "worse"
         elif was is None:
             direction = "better"
-        what = f"the recommendation changed{fill(': the new scan did not run the old one', untried)}"
+        what = f"the recommendation changed{': the new scan did not run the old one' if untried else ''}"
         sides = was or "none", is_now or "none"
         yield ScanChange(kind="recommendation", direction=direction, run="", what=what, old=sides[0], new=sides[1])
 

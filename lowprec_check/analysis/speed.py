@@ -124,7 +124,7 @@ def speed(run: Run, runs: Sequence[Run]) -> Speed:
     ratio = max(fp32, SHORT_MS) / max(own, SHORT_MS)
     margin = BUSY if was_busy else TOLD
     # the time of a short call may be anything below SHORT_MS
-    low = ratio / margin * (fp32 >= SHORT_MS)
+    low = ratio / margin if fp32 >= SHORT_MS else 0.0
     if own >= SHORT_MS:
         return judged(ratio, low, ratio * margin)
     return Speed("noisy", ratio, low, math.inf)

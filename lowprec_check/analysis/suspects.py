@@ -195,7 +195,7 @@ def _largest_cause(module: str, runs: Sequence[Run]) -> Blame | None:
         return None
     cause = max(shares[index], key=lambda share: share.share)
     share = percent(sums[index]) if sums[index] < 1 else "all"  # more where others cancel a part
-    why = f"has {share} of the error{fill(' that is left by the others', index)}"
+    why = f"has {share} of the error{' that is left by the others' if index else ''}"
     if cause.share > sums[index] - MATTERS:
         return Blame(module=module, why=why, op=cause.op, source=cause.source)
     at = fill(" at {}", cause.source)

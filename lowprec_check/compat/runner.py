@@ -295,7 +295,7 @@ def _digest_of_files(request: Request) -> dict[str, str]:
 def _with_imports(path: Path) -> list[Path]:
     """A file of Python, and what it imports from its folder or its package; none if missing."""
     # The package that it lies in, outwards, starts at `root`.
-    root, sources, waiting = path.parent, set[Path](), list(filter(_is_file, [path]))
+    root, sources, waiting = path.parent, set[Path](), [path] if _is_file(path) else []
     while waiting and _is_file(root / "__init__.py"):
         waiting.append(root / "__init__.py")
         root = root.parent

@@ -118,7 +118,7 @@ def _support(cells: list[SupportCell]) -> StatusOf | None:
     elif cell.state == "all" and cell.on_cpu:
         words = f"{cell.at} on the CPU"
     elif cell.state == "all":
-        words = f"since {fill('≤', cell.since_oldest)}{cell.since}"
+        words = f"since {'≤' if cell.since_oldest else ''}{cell.since}"
     elif cell.state == "some" and cell.samples:
         words = f"{cell.passed} of {cell.samples}"
     return StatusOf(_LOOKS[cell.state], words + fill(", from {}", cell.fixed_in))

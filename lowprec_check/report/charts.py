@@ -16,7 +16,7 @@ from lowprec_check.report.foreign_text import visible
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.precisions import LOW_FORMATS, FloatFormat
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.statements import error_figure, fill, limit_figure, module_name, short_op
+from lowprec_check.schema.statements import error_figure, limit_figure, module_name, short_op
 from lowprec_check.schema.verdict import look
 
 MOST_POINTS = 1500
@@ -242,7 +242,7 @@ def _along(run: Run, rows: Sequence[tuple[int, OpCall]], errors: Sequence[float]
     # transparent strips over the whole height carry the tooltips
     width = round((_RIGHT - _LEFT) / min(len(rows), MOST_TIPS), 1)
     for at, row in worst_of_segments(rows, MOST_TIPS):
-        figures = ["Inf or NaN"] * row.gives_nonfinite
+        figures = ["Inf or NaN"] if row.gives_nonfinite else []
         if row.accumulated_error is not None:
             figures.append(f"accumulated {error_figure(row.accumulated_error)}")
         if row.local_error is not None:
@@ -343,7 +343,7 @@ def _steps(
             near = [(last[0] + 8, last[1] + 14 * step - 8) for step in (0, -1, 1, -2, 2, -3, 3, -4, -5, -6, -7)]
             at = _first_free(near, 0.9 * len(text) * _LETTER, taken)
             taken.append(at)
-            ended = fill(" ✕ Inf/NaN", line[-1] is None)
+            ended = " ✕ Inf/NaN" if line[-1] is None else ""
             yield _text(at[0], at[3] - 3, f"{text[:24]}{ended}", "start", color)
 
 

@@ -190,7 +190,7 @@ def change_blocks(changes: Sequence[GapChange]) -> list[Block]:
         if change.fix is None:
             blocks.append(Say(title, role="item"))
             continue
-        lines = [f"at {some(change.sources)}"] * bool(change.sources)
+        lines = [f"at {some(change.sources)}"] if change.sources else []
         lines += [change.reason, f"→ {change.fix}", f"used by {some(change.tests)}"]
         blocks.append(Fold(title, [Say(line, role="item") for line in lines], open=True))
     more = len(changes) - _SHOWN

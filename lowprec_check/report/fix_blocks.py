@@ -108,7 +108,7 @@ def _verdict(fixing: Fixing) -> tuple[str, Tone]:
     # the best patch that was found is worth showing, even if it is not enough
     failing = [proof for proof in fixing.proven if not proof.passes]
     fail = agree(max(1, len(failing)), "fails", "fail")
-    where = fill(" on further inputs", all(proof.after == "ok" for proof in failing))
+    where = " on further inputs" if all(proof.after == "ok" for proof in failing) else ""
     nearest = f"{what} {agree(max(1, len(fixing.changes)), 'comes', 'come')} nearest"
     return f"{nearest}: {', '.join(proof.precision for proof in failing)} still {fail}{where}.", "warn"
 

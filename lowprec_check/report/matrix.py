@@ -214,6 +214,6 @@ def _machine(row: MatrixRow) -> str:
         f"torch {env.get('torch', '?')}",
         *(f"{package} {env[package]}" for package in ("torchvision", "timm", "transformers") if package in env),
         f"{row.cells[0].device if row.cells else '?'}: {env.get('device_name', '?')}",
-        f"{env.get('threads', '?')} thread{fill('s', env.get('threads') != '1')}",
+        f"{env.get('threads', '?')} thread{'s' if env.get('threads') != '1' else ''}",
     ]
     return " · ".join(parts)

@@ -92,7 +92,7 @@ def _head(result: ScanResult, said: Sequence[Statement]) -> Iterator[Block]:
 def title(result: ScanResult, taken: str = "") -> str:
     """First line of a report: model, what of the user's file was ``taken``, size, inputs."""
     model = result.model
-    inputs = f"input {', '.join(model.inputs[:3])}{fill(', …', model.inputs[3:])}"
+    inputs = f"input {', '.join(model.inputs[:3])}{', …' if model.inputs[3:] else ''}"
     parameters = f"{format_count(model.parameters)} {agree(model.parameters, 'parameter', 'parameters')}"
     return " · ".join([f"{model.name}{fill(' ({})', taken)}", parameters, inputs])
 
@@ -278,7 +278,7 @@ def _advice(result: ScanResult, said: Sequence[Statement]) -> Iterator[Block]:
         yield Say(f"{patch.text[:1].upper()}{patch.text[1:]}.", patch.tone)
     # why others were not chosen: the first few reasons
     for reason in against[:_SHOWN_OTHERS]:
-        yield Say(reason.text, role="item", lead=f"{fill('Not ', best)}{', '.join(reason.runs)}")
+        yield Say(reason.text, role="item", lead=f"{'Not ' if best else ''}{', '.join(reason.runs)}")
     if more := sum(len(reason.runs) for reason in against[_SHOWN_OTHERS:]):
         yield Say(f"The table of runs says why the {agree(more, 'other fails', 'others fail')}.", role="item")
     for gain in (*of_kind.get("also-faster", ()), *of_kind.get("also-smaller", ())):

@@ -115,7 +115,7 @@ def _ways(result: ScanResult, setup: TrainingSetup) -> Iterator[Block]:
     if news:
         yield Table(columns, [*reference, *news], "ways to train", headings=2).with_content()
     if others:
-        failing, more, parts = len(others) - passing, "more " * bool(news), []
+        failing, more, parts = len(others) - passing, "more " if news else "", []
         if passing:
             parts.append(f"{counted(passing, f'{more}way')} to train {agree(passing, 'passes', 'pass')}")
         if failing:
@@ -217,5 +217,5 @@ def _gradients(result: ScanResult) -> Iterator[Block]:
 
 def _order(gradient: ParameterGradient) -> tuple[float, ...]:
     # a few elements that underflow do not put a parameter before one with a large error
-    underflow = gradient.underflow * (gradient.underflow >= MATTERS)
+    underflow = gradient.underflow if gradient.underflow >= MATTERS else 0.0
     return gradient.overflow, underflow, gradient.error_share or 0.0

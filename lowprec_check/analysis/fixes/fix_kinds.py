@@ -11,7 +11,6 @@ from lowprec_check.analysis.fixes.fp32_fixes import custom_functions, in_fp32, s
 from lowprec_check.analysis.fixes.scene import Scene, Site, SourceFix, is_plain, torch_in, wrapped
 from lowprec_check.analysis.fixes.source_text import Edit, SourceText
 from lowprec_check.schema.precisions import FP32
-from lowprec_check.schema.statements import fill
 
 _FACTORIES = (
     *("zeros", "ones", "full", "empty", "eye", "arange", "linspace", "logspace", "rand", "randn"),
@@ -79,7 +78,7 @@ def keyword(source: SourceText, call: ast.Call, text: str) -> Edit:
     """``text`` as the last argument of a call."""
     values = [*call.args, *(each.value for each in call.keywords)]
     end = max((source.outer(value)[1] for value in values), default=source.call_opens(call) + 1)
-    return Edit(end, end, f"{fill(', ', values)}{text}", 1 << 30)
+    return Edit(end, end, f"{', ' if values else ''}{text}", 1 << 30)
 
 
 # -- Mixed dtypes

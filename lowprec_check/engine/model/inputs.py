@@ -417,11 +417,11 @@ def inputs_code(value: Any) -> str:
     shape = f"({sizes}{',' * (value.dim() == 1)})"
     dtype = f", dtype={value.dtype}"
     if value.is_floating_point() or value.is_complex():
-        return f"torch.randn({sizes or shape}{dtype * (value.dtype != torch.float32)})"
+        return f"torch.randn({sizes or shape}{dtype if value.dtype != torch.float32 else ''})"
     # Integers are indices or masks: the same range of values, which an embedding has rows for
     highest = 0
     if value.dtype != torch.bool and value.numel():
         highest = int(value.max())
     if highest <= 1:
         return f"torch.ones({shape}{dtype})"
-    return f"torch.randint(0, {highest + 1}, {shape}{dtype * (value.dtype != torch.int64)})"
+    return f"torch.randint(0, {highest + 1}, {shape}{dtype if value.dtype != torch.int64 else ''})"

@@ -55,7 +55,7 @@ class KeptFiles(contextlib.ExitStack):
         names = [show_file(path) for path in self._kept]
         if not names:
             return ()
-        more = f" and {len(names) - 3} more" * (len(names) > 3)
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return (f"the file writes to or removes {', '.join(names[:3])}{more}, which the scan left as they are",)
 
     def __enter__(self) -> KeptFiles:

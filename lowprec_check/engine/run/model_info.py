@@ -90,7 +90,7 @@ def _layout(target: Target) -> InputLayout:
     images = [key for key, value in tensors.items() if value.ndim == IMAGE_DIMENSIONS]
     # A single input has no name.
     if target.form == "model(inputs)":
-        only = [[""] * bool(keys) for keys in (tensors, floating, images)]
+        only = [[""] if keys else [] for keys in (tensors, floating, images)]
         return InputLayout(kind="tensor", tensors=only[0], floating=only[1], images=only[2])
     kind: Literal["mapping", "sequence"] = "mapping" if target.kwargs else "sequence"
     return InputLayout(kind=kind, tensors=list(tensors), floating=floating, images=images)

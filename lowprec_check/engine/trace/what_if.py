@@ -203,7 +203,7 @@ class _Prediction:
         # Each tensor with directions: random ones for it, and zeros in those of the others.
         seeds = []
         for index, leaf in enumerate(self._leaves):
-            shape = (self._probes, *leaf.shape, *[2] * leaf.is_complex())
+            shape = (self._probes, *leaf.shape, *([2] if leaf.is_complex() else []))
             random = torch.randn(shape, generator=generator).to(leaf.device)
             if leaf.is_complex():
                 random = torch.view_as_complex(random)

@@ -35,7 +35,7 @@ from lowprec_check.report.blocks import (
     look_of,
 )
 from lowprec_check.report.foreign_text import visible, visible_lines
-from lowprec_check.schema.statements import fill, limit_figure
+from lowprec_check.schema.statements import limit_figure
 
 _HERE = Path(__file__).parent
 _CARDS = 40
@@ -186,14 +186,14 @@ class _Page:
         is_tall = block.searchable and len(block.rows) > _CARDS
         classes = {"cards": cards, "searchable": _is_searchable(block)}
         return _TABLE.format(
-            " tall" * is_tall,
+            " tall" if is_tall else "",
             visible(block.name or "table"),
             " ".join(name for name, applies in classes.items() if applies),
             visible(block.name),
             Markup().join(heads),
             Markup().join(self._rows(block, cards)),
-            Markup('<p class="hint">{}</p>\n').format(more) * bool(block.left_out),
-            _LEGEND.format(legend) * bool(meanings),
+            Markup('<p class="hint">{}</p>\n').format(more) if block.left_out else "",
+            _LEGEND.format(legend) if meanings else "",
         )
 
     def _rows(self, block: Table, cards: bool) -> Iterator[Markup]:
@@ -336,8 +336,8 @@ def _module(path: str, text: str, row: Row) -> _Shown:
 
 def _status(value: str | StatusOf, text: str, _: Row) -> _Shown:
     look = look_of(value)
-    sign = Markup('<span aria-hidden="true">{}</span> ').format(look.sign) * bool(look.sign)
-    tone = f"{look.tone}{fill(' long', len(text) >= _SHORT)}"
+    sign = Markup('<span aria-hidden="true">{}</span> ').format(look.sign) if look.sign else ""
+    tone = f"{look.tone}{' long' if len(text) >= _SHORT else ''}"
     return _Shown(_BADGE.format(tone, Markup(' title="{}"').format(look.meaning), sign, text))
 
 

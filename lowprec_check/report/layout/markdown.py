@@ -160,7 +160,7 @@ def code(text: str, most: int = LONGEST_NAME) -> str:
     text = visible(without_folders(text), most)
     # spaces keep its own backticks apart from those around it
     ticks = "`" * (_most_ticks(text) + 1)
-    space = fill(" ", text.startswith("`") or text.endswith("`") or not text.strip())
+    space = " " if text.startswith("`") or text.endswith("`") or not text.strip() else ""
     return f"{ticks}{space}{text or ' '}{space}{ticks}"
 
 

@@ -221,7 +221,7 @@ def _print_as_block(console: Console, names: Sequence[str], row: Sequence[Text],
         if line.plain and line.cell_len + 3 + part.cell_len > console.width - _INDENT:
             _print_below(console, [line])
             line = Text()
-        line.append(fill(" · ", line.plain)).append_text(part)
+        line.append(" · " if line.plain else "").append_text(part)
     _print_below(console, [line, *row[figures:]])
 
 
