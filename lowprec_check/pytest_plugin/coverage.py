@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Generator
-from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ import pytest
 
 from lowprec_check.analysis.saved_coverage import Coverage, OpUse, indexed, updated
 from lowprec_check.catalog.aten import AtenSupport, AutocastDtype
-from lowprec_check.catalog.records import NUMBERS, Numbers, stronger
+from lowprec_check.catalog.records import NUMBERS, Numbers
 from lowprec_check.catalog.versions import installed_version
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.pytest_plugin import coverage_gate
@@ -156,7 +155,11 @@ class CoverageRecorder:
         catalogs = [column.catalog for column in self.columns if column.precision.kind == "autocast"]
         if self._watch is None or not catalogs:
             return {}
-        return self._watch.autocast_policies(catalogs[0].device, catalogs[0].dtype)
+        import torch
+
+        from lowprec_check.engine.core.autocast_policies import autocast_policies
+
+        return autocast_policies(catalogs[0].device, getattr(torch, catalogs[0].dtype))
 
     # -- in the process that collects results
 
@@ -231,11 +234,10 @@ class CoverageRecorder:
             for op, recorded in ops.items():
                 uses[op][test] = recorded
         tests = sorted(self.ran)
-        index, weakest = indexed(tests, uses), NUMBERS[0]
-        numbers = {
-            op: reduce(stronger, (called_with for called_with, _ in by_test.values()), weakest)
-            for op, by_test in uses.items()
-        }
+        index = indexed(tests, uses)
+        numbers: dict[str, Numbers] = {}
+        for op, by_test in uses.items():
+            numbers[op] = max((called_with for called_with, _ in by_test.values()), key=NUMBERS.index)
         # What the catalog does not know of an op is tried first, for all ops in one process.
         pairs = [(op, column) for op in numbers for column in self.columns if " " not in op]
         self.kept.try_all((op, column.catalog.dtype, self._support(op, numbers[op], column)) for op, column in pairs)
@@ -268,11 +270,12 @@ class CoverageRecorder:
         saved, columns = self.gate.saved, {column.key: column for column in self.columns}
         if saved is None:
             return coverage
-
-        def look_up(use: OpUse, key: str) -> AtenSupport:
-            return self._support(use.op, use.numbers, columns[key], use.phase)
-
-        both = updated(saved, coverage, self.completed.removed({*saved.tests, *saved.incomplete}), look_up)
+        both = updated(
+            saved,
+            coverage,
+            self.completed.removed({*saved.tests, *saved.incomplete}),
+            lambda use, key: self._support(use.op, use.numbers, columns[key], use.phase),
+        )
         completed = {*coverage.tests} - coverage.incomplete.keys()
         self.kept_tests = len({*saved.tests} & {*both.tests} - completed)
         return both

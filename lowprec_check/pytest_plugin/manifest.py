@@ -156,17 +156,14 @@ def closest(entries: Iterable[KnownFailure], test: str) -> KnownFailure | None:
 
     closest_first = sorted(entries, key=closeness, reverse=True)
     if len(closest_first) > 1 and closeness(closest_first[0]) == closeness(closest_first[1]):
-        two = " and ".join(map(_shown, closest_first[:2]))
+        two = []
+        for entry in closest_first[:2]:
+            conditions = zip(_CONDITIONS, entry.conditions, strict=True)
+            where = [f"{name} {value}" for name, value in conditions if value is not None]
+            two.append(f"{entry.test} ({', '.join(where)})" if where else entry.test)
         hint = "Remove one of them, or add an entry for the test itself."
-        raise UsageError(f"{test} has two entries, and neither is closer: {two}.", hint)
+        raise UsageError(f"{test} has two entries, and neither is closer: {' and '.join(two)}.", hint)
     return next(iter(closest_first), None)
-
-
-def _shown(entry: KnownFailure) -> str:
-    where = [f"{name} {value}" for name, value in zip(_CONDITIONS, entry.conditions, strict=True) if value is not None]
-    if where:
-        return f"{entry.test} ({', '.join(where)})"
-    return entry.test
 
 
 def exact(test: str) -> str:

@@ -88,8 +88,14 @@ def support_of(asked: str, dtype: Dtype, device: str, *, backward: bool = False)
     if device not in catalogued():
         raise UsageError(f"Unknown device {device!r}.", f"Choose from {', '.join(catalogued())}.")
     modes: tuple[Mode, ...] = ("forward", "backward") if backward else ("forward",)
+    # The operators of exactly that name; if there are none, all that it may refer to. A device that
+    # was not measured has those of the CPU.
+    found, dispatching = search(asked, sweep_of(device if history(device) else "cpu").records)
+    if dispatching and re.match(r"(torch|F|Tensor|nn)\.(?!ops\.)", asked):
+        names = ", ".join(record.op for record in found[:4])
+        raise UsageError(f"{asked} is not measured itself.", f"Operators that dispatch aten::{dispatching}: {names}.")
+    records = [record for record in found if record.op == bare(asked)] or found
     # Measured on the device, if it is here.
-    records = _named(asked, device)
     measured = _measured(device, tuple(record.op for record in records))
     if measured is not None:
         by_op = {record.op: record for record in measured.records}
@@ -107,18 +113,6 @@ def support_of(asked: str, dtype: Dtype, device: str, *, backward: bool = False)
             counts = cell.passed, cell.samples
             states.append(OpState(op, cell.mode, cell.state, *counts, cell.failure, cell.fixed_in, cell.not_applicable))
     return Support(asked, dtype, device, release.release, release.basis, states)
-
-
-def _named(asked: str, device: str) -> list[OpRecord]:
-    """The operators of exactly that name; if there are none, all that it may refer to."""
-    # A device that was not measured has the operators of the CPU.
-    measured_on = device if history(device) else "cpu"
-    records, dispatching = search(asked, sweep_of(measured_on).records)
-    if dispatching and re.match(r"(torch|F|Tensor|nn)\.(?!ops\.)", asked):
-        names = ", ".join(record.op for record in records[:4])
-        raise UsageError(f"{asked} is not measured itself.", f"Operators that dispatch aten::{dispatching}: {names}.")
-    exact = [record for record in records if record.op == bare(asked)]
-    return exact or records
 
 
 # By device, why nothing can be measured: each try would import torch in vain.

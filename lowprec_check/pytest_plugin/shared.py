@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from pathlib import Path
-from types import CodeType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import pytest
@@ -91,20 +91,18 @@ def without_own_frames(error: BaseException) -> bool:
     waiting: list[BaseException | None] = [error]
     while waiting:
         cause = waiting.pop()
-        if cause is not None and id(cause) not in errors:
-            errors[id(cause)] = cause
-            waiting += [cause.__cause__, cause.__context__, *getattr(cause, "exceptions", ()), *_of_doctest(cause)]
+        if cause is None or id(cause) in errors:
+            continue
+        errors[id(cause)] = cause
+        waiting += [cause.__cause__, cause.__context__, *getattr(cause, "exceptions", ())]
+        # The failed lines of a doctest: several with --doctest-continue-on-failure.
+        several = getattr(cause, "failures", None)
+        failures: list[Any] = several if isinstance(several, list) else [cause]
+        for failure in failures:
+            if type(failure).__name__ == "UnexpectedException":  # of doctest, which is not imported for it
+                waiting.append(failure.exc_info[1])
     are_cut = [_cut(cause) for cause in errors.values()]
     return any(are_cut)
-
-
-def _of_doctest(error: BaseException) -> Iterator[BaseException]:
-    """The exceptions of the failed lines of a doctest."""
-    several = getattr(error, "failures", None)  # with --doctest-continue-on-failure
-    failures: list[Any] = several if isinstance(several, list) else [error]
-    for failure in failures:
-        if type(failure).__name__ == "UnexpectedException":  # of doctest, which is not imported for it
-            yield failure.exc_info[1]
 
 
 def _cut(error: BaseException) -> bool:
@@ -113,9 +111,19 @@ def _cut(error: BaseException) -> bool:
     while frame is not None:
         frames.append(frame)
         frame = frame.tb_next
-    own = _are_own([frame.tb_frame.f_code for frame in frames])
+    # Whether each is of this package, or a call that only one of these makes. ``dispatch`` gives a
+    # higher-order op to a mode, which lets the function do it again, or to its kernel.
+    own: list[bool] = []
+    codes = [frame.tb_frame.f_code for frame in frames]
+    for code, following in zip(codes, [*codes[1:], None], strict=True):
+        of_op = code.co_filename.endswith(_CALL_OF_OP)
+        if of_op and code.co_name == "dispatch":
+            own.append(following is not None and following.co_filename.startswith(_PACKAGE))
+        else:
+            called = own[-1:] == [True] and (of_op or code.co_name == _CALL_OF_HOOK)
+            own.append(called or code.co_filename.startswith(_PACKAGE))
     # An error that this package raises, but neither for the user nor from an op, is a bug of ours.
-    raised_in = frames[-1].tb_frame.f_code.co_filename if frames else ""
+    raised_in = codes[-1].co_filename if codes else ""
     of_user = isinstance(error, (AssertionError, UsageError)) or raised_in.endswith((*_RUN_OPS, _CALL_OF_OP))
     if own[-1:] == [True] and not of_user:
         return False
@@ -123,23 +131,7 @@ def _cut(error: BaseException) -> bool:
     foreign = [frame for frame, is_own in zip(frames, own, strict=True) if not is_own]
     if len(foreign) == len(frames) or not foreign:
         return False
-    for frame, following in zip(foreign, [*foreign[1:], None], strict=True):
-        frame.tb_next = following
+    for frame, next_frame in zip(foreign, [*foreign[1:], None], strict=True):
+        frame.tb_next = next_frame
     error.__traceback__ = foreign[0]
     return True
-
-
-def _are_own(codes: list[CodeType]) -> list[bool]:
-    """For each frame, whether it is of this package, or a call that only one of these makes.
-    ``dispatch`` gives a higher-order op to a mode, which lets the function do it again, or to its
-    kernel.
-    """
-    are_own: list[bool] = []
-    for code, following in zip(codes, [*codes[1:], None], strict=True):
-        of_op = code.co_filename.endswith(_CALL_OF_OP)
-        if of_op and code.co_name == "dispatch":
-            are_own.append(following is not None and following.co_filename.startswith(_PACKAGE))
-        else:
-            called = are_own[-1:] == [True] and (of_op or code.co_name == _CALL_OF_HOOK)
-            are_own.append(called or code.co_filename.startswith(_PACKAGE))
-    return are_own
