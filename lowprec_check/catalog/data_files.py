@@ -66,32 +66,31 @@ def read_tables(path: Path, name: str, kind: type[Entry]) -> list[Entry]:
     tables = content.get(name, [])
     if not isinstance(tables, list):
         raise UsageError(f"{path}: {name!r} is not an array of tables.", f"Write [[{name}]] with two brackets.")
-    return [_entry(path, f"{name} {number}", table, kind) for number, table in enumerate(tables, 1)]
-
-
-def _entry(path: Path, where: str, table: Any, kind: type[Entry]) -> Entry:
-    if not isinstance(table, dict):
-        hint = f"Write [[{where.partition(' ')[0]}]] above its keys."
-        raise UsageError(f"{path}: entry {where} is not a table.", hint)
-    # In errors an entry has its name, if it has one.
-    named = [table[key] for key in ("id", "test") if key in table]
-    if named:
-        where = repr(named[0])
     fields = msgspec.structs.fields(kind)
     known = [field.encode_name for field in fields]
-    if unknown := [key for key in table if key not in known]:
-        meant, hint = nearest(unknown[0], known), f"The keys are {choices(known, 'and')}."
-        if meant:
-            hint = f"Did you mean {meant}? {hint}"
-        raise UsageError(f"{path}: entry {where}: unknown key {unknown[0]!r}.", hint)
-    missing = [field.encode_name for field in fields if field.required and field.encode_name not in table]
-    if missing:
-        raise UsageError(f"{path}: entry {where}: the key {missing[0]!r} is missing.")
-    try:
-        return msgspec.convert(table, kind)
-    except msgspec.ValidationError as error:
-        problem, _, at = message_of(error).replace("`", "").partition(" - at $.")
-        problem = problem[:1].lower() + problem[1:]
-        if at:
-            problem = f"{at}: {problem}"
-        raise UsageError(f"{path}: entry {where}: {problem}.") from None
+    entries = []
+    for number, table in enumerate(tables, 1):
+        where = f"{path}: entry {name} {number}"
+        if not isinstance(table, dict):
+            raise UsageError(f"{where} is not a table.", f"Write [[{name}]] above its keys.")
+        # In errors an entry has its name, if it has one.
+        named = [table[key] for key in ("id", "test") if key in table]
+        if named:
+            where = f"{path}: entry {named[0]!r}"
+        if unknown := [key for key in table if key not in known]:
+            meant, hint = nearest(unknown[0], known), f"The keys are {choices(known, 'and')}."
+            if meant:
+                hint = f"Did you mean {meant}? {hint}"
+            raise UsageError(f"{where}: unknown key {unknown[0]!r}.", hint)
+        missing = [field.encode_name for field in fields if field.required and field.encode_name not in table]
+        if missing:
+            raise UsageError(f"{where}: the key {missing[0]!r} is missing.")
+        try:
+            entries.append(msgspec.convert(table, kind))
+        except msgspec.ValidationError as error:
+            problem, _, at = message_of(error).replace("`", "").partition(" - at $.")
+            problem = problem[:1].lower() + problem[1:]
+            if at:
+                problem = f"{at}: {problem}"
+            raise UsageError(f"{where}: {problem}.") from None
+    return entries

@@ -227,15 +227,21 @@ class Release(TorchRelease):
         not_applicable = op.endswith(".complex") or why_operator_not_applicable(op, dtype)
         if sweep is None or record is None or not record.samples[MODES.index(mode)] or not_applicable:
             return None
-        # The op that decides: one that fails, else one that runs on the CPU.
+        # The op that decides: one that is not registered or lacks the dtype (with a kernel rather
+        # than composite), else one that runs on the CPU. If there is one, composite ops do not
+        # count: they fail in the CPU sweep too.
         names, cell = self.dispatched(record, mode), f"{dtype}/{mode}"
-        failing, fallback = self._failing(names, dtype), [n for n in names if self.ops[n].registration == "fallback"]
+        lacking = {self.ops[name].registration: name for name in names[::-1] if self.ops[name].runs_in(dtype) is False}
+        fallback = next((name for name in names if self.ops[name].registration == "fallback"), None)
+        failing = lacking.get("none") or lacking.get("native")
+        if fallback is None:
+            failing = failing or lacking.get("composite")
         if not failing and self._refused_everywhere(record, dtype, mode):
             message = "refuses the dtype, as on other devices"
             return OpSupport(
                 "none", failure=Failure(cells=[cell], type="declared", kind="unsupported-dtype", message=message)
             )
-        at = failing or next(iter(fallback), None)
+        at = failing or fallback
         if at is None:
             if any(self.ops[name].runs_in(dtype) for name in names):
                 return OpSupport("all")
@@ -254,16 +260,6 @@ class Release(TorchRelease):
             return OpSupport("none", at=at, failure=failure)
         on_cpu: OnCpu = "partly" if any(self.ops[name].registration == "native" for name in names) else "wholly"
         return OpSupport(state, on_cpu, at, failure if state == "some" else None)
-
-    def _failing(self, names: Sequence[str], dtype: Dtype) -> str | None:
-        """An op that is not registered or lacks the dtype; one with a kernel rather than a
-        composite one. If another op runs on the CPU, composite ops do not count: they fail in the
-        CPU sweep too.
-        """
-        rows = {name: self.ops[name] for name in reversed(names)}
-        failing = {row.registration: name for name, row in rows.items() if row.runs_in(dtype) is False}
-        falls_back = any(row.registration == "fallback" for row in rows.values())
-        return failing.get("none") or failing.get("native") or (None if falls_back else failing.get("composite"))
 
     def _refused_everywhere(self, record: OpRecord, dtype: Dtype, mode: Mode) -> bool:
         """Whether Python code or a formula refuses the dtype on every measured device."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from lowprec_check.catalog.records import FORMATS, LOW, SHORT, Dtype, OpRecord
@@ -229,25 +229,28 @@ def search(query: str, records: Mapping[str, OpRecord]) -> FoundOps:
         why = why_unmeasured(name)
         if why:
             raise UsageError(f"{query} {why[0]}", why[1])
-        raise UsageError(f"The catalog has no operator {query!r}.", _suggestion(name.lower(), records))
+        # What is similar: names that it is part of, or nearly is.
+        wanted, parts = name.lower(), {part: op for op in records for part in _last_parts(op)}
+        inside = [op for op in records if len(wanted) > 2 and wanted in op.lower()]
+        near = [parts[part] for part in difflib.get_close_matches(wanted, parts, n=5, cutoff=0.6)]
+        similar = list(dict.fromkeys(inside + near))[:6]
+        hint = "`lowprec-check catalog gaps` lists operators with gaps."
+        if similar:
+            hint = f"Did you mean {', '.join(similar)}?"
+        raise UsageError(f"The catalog has no operator {query!r}.", hint)
     return FoundOps([records[op] for op in sorted(ops, key=lambda op: (op != exact, len(op)))], dispatching)
 
 
 def _spelled(name: str, forms: Mapping[str, set[str]]) -> list[str]:
     """The operators that have the first spelling of ``name`` that any has among its forms."""
-    matches = ([op for op in forms if spelling in forms[op]] for spelling in _spellings(name))
-    return next(filter(None, matches), [])
-
-
-def _spellings(name: str) -> Iterator[str]:
-    """The name, then without overload, then not in place, then its aliases."""
+    # The name, then without overload, then not in place, then its aliases.
     name = name.lower()
-    yield name
-    yield (base := _without_overload(name))
-    yield (functional := _functional(base))
-    yield ALIASES.get(functional, functional)
+    base = _without_overload(name)
+    functional = _functional(base)
     own = re.sub(r"^special[._]", "", functional)
-    yield ALIASES.get(own, own)
+    spellings = (name, base, functional, ALIASES.get(functional, functional), ALIASES.get(own, own))
+    matches = ([op for op in forms if spelling in forms[op]] for spelling in spellings)
+    return next(filter(None, matches), [])
 
 
 def _without_overload(name: str) -> str:
@@ -269,13 +272,3 @@ def _last_parts(op: str) -> set[str]:
     if head and head.rpartition(".")[2] not in _SPACES:
         parts.add(head)  # ``tail`` is a variant
     return parts
-
-
-def _suggestion(wanted: str, ops: Iterable[str]) -> str:
-    names = {part: op for op in ops for part in _last_parts(op)}
-    inside = [op for op in ops if len(wanted) > 2 and wanted in op.lower()]
-    near = [names[part] for part in difflib.get_close_matches(wanted, names, n=5, cutoff=0.6)]
-    similar = list(dict.fromkeys(inside + near))[:6]
-    if similar:
-        return f"Did you mean {', '.join(similar)}?"
-    return "`lowprec-check catalog gaps` lists operators with gaps."

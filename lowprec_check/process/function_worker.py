@@ -61,14 +61,16 @@ def _processor_seconds(pid: int) -> float | None:
     """Processor time of a process and its descendants; ``None`` if one ended, or may be at work."""
     try:
         process = psutil.Process(pid)
-        family = [process, *process.children(recursive=True)]
-        if process.status() != psutil.STATUS_SLEEPING or any(map(_could_work, family[1:])):
+        descendants = process.children(recursive=True)
+        if process.status() != psutil.STATUS_SLEEPING:
             return None
     except psutil.Error:
         return None
     total = 0.0
-    for one in family:
-        with contextlib.suppress(psutil.Error):
+    for one in (process, *descendants):
+        with contextlib.suppress(psutil.Error):  # it has ended
+            if one.status() not in (psutil.STATUS_SLEEPING, psutil.STATUS_ZOMBIE):
+                return None
             total += _used(one)
     return total
 
@@ -76,12 +78,6 @@ def _processor_seconds(pid: int) -> float | None:
 def _used(process: psutil.Process) -> float:
     times = process.cpu_times()
     return float(times.user + times.system)
-
-
-def _could_work(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return process.status() not in (psutil.STATUS_SLEEPING, psutil.STATUS_ZOMBIE)
-    return False
 
 
 # -- A worker that runs a Python function: in a fork of this process, or in a fresh interpreter
@@ -185,10 +181,7 @@ class FunctionWorker(Worker[Message]):
 
     def waitables(self) -> list[int | Connection]:
         """Return the pipe while it is open, and a descriptor that is ready at the end."""
-        pipe = []
-        if not self._at_end:
-            pipe = [self._connection]
-        return [*pipe, *super().waitables()]
+        return [*([] if self._at_end else [self._connection]), *super().waitables()]
 
     def receive(self) -> list[Message]:
         """Return the messages that have arrived. A worker that sends anything else is killed."""
@@ -336,7 +329,19 @@ def _run(task: Task, connection: Connection, log: int | None, folder: str | None
     global _worker_pid  # noqa: PLW0603
     _worker_pid = os.getpid()
     if folder is not None:
-        _use_folder(folder)
+        # For the temporary files of this process and of what it starts: the folder is removed after
+        # it was ended. What inductor has compiled stays for other workers of the parent; where the
+        # user has a cache of it, that is used.
+        user = ""
+        with contextlib.suppress(Exception):  # no name is known for the number of the user
+            user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())  # as torch does
+        cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{user}")
+        if not os.path.isdir(cache):
+            cache = os.path.join(os.path.dirname(folder), "inductor")
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
+        GUARDIAN.use_folder(folder)
     os.dup2(2, 1)  # what the model prints must not end up in a report on stdout
     if log is not None:
         faulthandler.enable(log)
@@ -345,25 +350,6 @@ def _run(task: Task, connection: Connection, log: int | None, folder: str | None
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     task(Channel(connection))
     _flush()
-
-
-def _use_folder(folder: str) -> None:
-    """Make ``folder`` that for temporary files, also of what this process starts: it is removed
-    after the process was ended.
-
-    What inductor has compiled stays for other workers of the parent; where the user has a cache of
-    it, that is used.
-    """
-    user = ""
-    with contextlib.suppress(Exception):  # no name is known for the number of the user
-        user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())  # as torch does
-    cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{user}")
-    if not os.path.isdir(cache):
-        cache = os.path.join(os.path.dirname(folder), "inductor")
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
-    os.environ["TMPDIR"] = tempfile.tempdir = folder
-    process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
-    GUARDIAN.use_folder(folder)
 
 
 def _before_use() -> None:

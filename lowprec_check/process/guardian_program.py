@@ -78,17 +78,25 @@ def end_family(leader: int, mark: int) -> None:
         new = found - killed - cleaners
         if not new:
             break
-        cleaners |= {pid for pid in new if pid != leader and _is_cleaner(pid)}
+        for pid in new - {leader}:
+            command = _read(f"/proc/{pid}/cmdline")
+            if any(name in command for name in _CLEANERS):
+                cleaners.add(pid)
         killed |= new - cleaners
         for pid in new - cleaners:
             _call(_kill, pid, signal.SIGKILL)
     for _ in range(_CLEANERS_WAITS):
-        if not any(map(_runs, cleaners)):
+        states = [_read(f"/proc/{pid}/stat").rpartition(b")")[2].split()[:1] for pid in cleaners]
+        if all(state in ([], [b"Z"]) for state in states):
             break
         _sleep(_WAIT_SECONDS)
     for pid in cleaners:
         _call(_kill, pid, signal.SIGKILL)
-    _remove_shared_memory(killed)
+    # The tensors of these processes in shared memory are named after them.
+    for name in _call(_listdir, "/dev/shm") or ():
+        kind, _, rest = name.partition("_")
+        if kind == "torch" and rest.partition("_")[0].isdigit() and int(rest.partition("_")[0]) in killed:
+            _call(_unlink, f"/dev/shm/{name}")
 
 
 def _family(leader: int, mark: int) -> set[int] | None:
@@ -100,23 +108,6 @@ def _family(leader: int, mark: int) -> set[int] | None:
         if _call(_getpgid, pid) == leader or (_call(_prlimit, pid, resource.RLIMIT_RTTIME) or (0,))[0] == mark:
             found.add(pid)
     return found
-
-
-def _is_cleaner(pid: int) -> bool:
-    command = _read(f"/proc/{pid}/cmdline")
-    return any(name in command for name in _CLEANERS)
-
-
-def _runs(pid: int) -> bool:
-    return _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()[:1] not in ([], [b"Z"])
-
-
-def _remove_shared_memory(killed: set[int]) -> None:
-    """Remove the tensors of these processes in shared memory, which are named after them."""
-    for name in _call(_listdir, "/dev/shm") or ():
-        kind, _, rest = name.partition("_")
-        if kind == "torch" and rest.partition("_")[0].isdigit() and int(rest.partition("_")[0]) in killed:
-            _call(_unlink, f"/dev/shm/{name}")
 
 
 def _read(path: str) -> bytes:

@@ -203,9 +203,16 @@ class Supervisor(Generic[AnyWorker, Message]):
             yield MessageEvent(worker, message)
         if worker not in self._workers:  # released because of a message
             return
-        position = worker.position()
-        state = "ended" if exit_code is not None and not messages else _check_limits(worker, position)
-        logged = False
+        position, logged = worker.position(), False
+        state: State = "running"
+        if exit_code is not None and not messages:
+            state = "ended"
+        elif system.monotonic() > worker.deadline:
+            state = "timeout"
+        elif position is not None and position.seconds_in_op() > worker.op_limit:
+            state = "stuck"
+        elif worker.idle_limit != math.inf and worker.idle_seconds() > worker.idle_limit:
+            state = "idle"
         if state != "running":
             self._workers.remove(worker)
             logged = state != "ended" and worker.log_place()
@@ -215,13 +222,3 @@ class Supervisor(Generic[AnyWorker, Message]):
             if exit_code not in (_KILLED, UNKNOWN_EXIT):  # it was dying, which may take a while
                 state = "ended"
         yield StateEvent(worker, state, position, exit_code if state == "ended" else None)
-
-
-def _check_limits(worker: Worker[Any], position: Position | None) -> State:
-    if system.monotonic() > worker.deadline:
-        return "timeout"
-    if position is not None and position.seconds_in_op() > worker.op_limit:
-        return "stuck"
-    if worker.idle_limit != math.inf and worker.idle_seconds() > worker.idle_limit:
-        return "idle"
-    return "running"

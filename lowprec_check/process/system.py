@@ -27,17 +27,11 @@ if TYPE_CHECKING:
 # copy, since it may have done so before.
 
 
-def _own_time() -> Any:
-    """The module :mod:`time` as it is built into Python; without one, that which is imported."""
-    spec = BuiltinImporter.find_spec("time")
-    if spec is None:
-        return time
-    module = importlib.util.module_from_spec(spec)
-    BuiltinImporter.exec_module(module)
-    return module
-
-
-_TIME = _own_time()
+_TIME: Any = time
+_built_in_time = BuiltinImporter.find_spec("time")
+if _built_in_time is not None:
+    _TIME = importlib.util.module_from_spec(_built_in_time)
+    BuiltinImporter.exec_module(_TIME)
 
 
 def now() -> float:

@@ -59,22 +59,16 @@ class EntryOfTest:
             return []
         tests = {encodable(item.nodeid) for item in items}
         files = {_file(test) for test in tests}
-
-        def is_missing(entry: KnownFailure) -> bool:
-            """Whether the test would have been collected."""
+        unused = []
+        for position, entry in enumerate(self._known):
             file = _file(entry.test)
-            if "*" in file:  # it may be any, also one that was not collected
-                return False
-            return file in files or as_in_ids(file) in files or not (config.rootpath / file).exists()
-
-        return [
-            position
-            for position, entry in enumerate(self._known)
-            if entry.applies_here
-            and (entry.device is None or is_device_available(entry.device))
-            and is_missing(entry)
-            and not any(map(entry.names, tests if "*" in entry.test else tests & {entry.test}))
-        ]
+            # A pattern of files may name any, also one that was not collected.
+            if "*" in file or not entry.applies_here or not (entry.device is None or is_device_available(entry.device)):
+                continue
+            is_collected = file in files or as_in_ids(file) in files or not (config.rootpath / file).exists()
+            if is_collected and not any(map(entry.names, tests if "*" in entry.test else tests & {entry.test})):
+                unused.append(position)
+        return unused
 
 
 def _file(nodeid: str) -> str:
