@@ -107,46 +107,37 @@ class GraphBackend(Backend):
         """
         import torch
 
+        from lowprec_check.engine.core.devices import generator_states, kept_generators
         from lowprec_check.engine.quantize.quantized import check_in_eval_mode, quiet
 
         check_in_eval_mode(model, self.name)
         with quiet(), torch.autocast("cpu", enabled=False):  # the exporters log what they do
             program, called_by = exported(model, example.args, example.kwargs)
-            self._check(program)
+            signature = program.graph_signature
+            changed = [*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]
+            if changed:
+                names = ", ".join(name.removeprefix("model.") for name in changed)
+                problem = f"A call of the model changes {names}; in {self.title} it would not."
+                raise UsageError(problem, "Use another backend.")
+            # Whether it draws random numbers: called once, without a trace in the generators.
+            with kept_generators():
+                before = generator_states()
+                with contextlib.suppress(Exception):  # torch may lack a kernel
+                    program.module()(*program.example_inputs[0])
+                if generator_states() != before:
+                    problem = f"The model draws random numbers; {self.title} would draw others."
+                    raise UsageError(problem, "Use another backend.")
             try:
                 run = self.load(program, self.computes_in[example.precision.name])
             except Exception as error:
                 missing = self.missing_ops(error, program)
                 if not missing:
                     raise
-                message = f"{self.title} does not support this op"
-                raise UnsupportedOpsError(
-                    self.title, gaps_at(program, missing, "no-backend-kernel", message)
-                ) from error
+                gaps = gaps_at(program, missing, "no-backend-kernel", f"{self.title} does not support this op")
+                raise UnsupportedOpsError(self.title, gaps) from error
         called: Callable[..., Any] = called_by(run)
         vars(called)["gaps"] = getattr(run, "gaps", [])
         return called
-
-    def _check(self, program: Any) -> None:
-        """Raise :class:`UsageError` if a call changes a kept tensor, or draws random numbers."""
-        from lowprec_check.engine.core.devices import generator_states, kept_generators
-
-        signature = program.graph_signature
-        changed = [*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]
-        if changed:
-            names = ", ".join(name.removeprefix("model.") for name in changed)
-            raise UsageError(
-                f"A call of the model changes {names}; in {self.title} it would not.", "Use another backend."
-            )
-        # Whether it draws random numbers: called once, without a trace in the generators.
-        with kept_generators():
-            before = generator_states()
-            with contextlib.suppress(Exception):  # torch may lack a kernel
-                program.module()(*program.example_inputs[0])
-            if generator_states() != before:
-                raise UsageError(
-                    f"The model draws random numbers; {self.title} would draw others.", "Use another backend."
-                )
 
     def code(self, key: RunKey, model: ModelInfo) -> Code:
         """The same functions, and their calls."""
@@ -178,9 +169,12 @@ def gaps_at(program: Any, ops: Iterable[str], kind: GapKind, message: str, dtype
                     calls[str(node.target), module, lines_of_trace(node.meta.get("stack_trace")), dtypes] += 1
         wanted -= {op for op, *_ in calls}
     # An op that no node shows is reported without a place.
-    places = [*calls, *((op, "", lines_of_trace(None), ()) for op in sorted(wanted))]
-    return [
-        Gap(
+    gaps = []
+    for op, module, lines, dtypes in (*calls, *((op, "", lines_of_trace(None), ()) for op in sorted(wanted))):
+        of_complex = ""
+        if kind == "no-backend-kernel" and "complex" in str(dtypes):
+            of_complex = " for complex numbers"
+        gap = Gap(
             op=op,
             layer="backend",
             kind=kind,
@@ -188,11 +182,9 @@ def gaps_at(program: Any, ops: Iterable[str], kind: GapKind, message: str, dtype
             source=lines.source,
             caller=lines.caller,
             dtypes=list(dtypes),
-            message=f"{message} for complex numbers"
-            if kind == "no-backend-kernel" and "complex" in str(dtypes)
-            else message,
+            message=f"{message}{of_complex}",
             calls=calls[op, module, lines, dtypes] or 1,
             rescued=False,
         )
-        for op, module, lines, dtypes in places
-    ]
+        gaps.append(gap)
+    return gaps

@@ -48,6 +48,7 @@ def frozen_trace(model: Any, example: Example) -> Callable[..., Any]:
     """
     import torch
 
+    from lowprec_check.engine.core.output_comparison import same_bits
     from lowprec_check.engine.core.pytree import map_tensors
 
     # A trace calls the model: what that changes is compared with before.
@@ -65,7 +66,15 @@ def frozen_trace(model: Any, example: Example) -> Callable[..., Any]:
             frozen(*map_tensors(example.args, torch.clone), **map_tensors(example.kwargs, torch.clone))
     finally:
         torch.set_autocast_cache_enabled(cached)
-    changed = [name for name, value in _state(model).items() if not _is_same(value, before.get(name))]
+    changed = []
+    for name, value in _state(model).items():
+        other = before.get(name)
+        if isinstance(value, list) and isinstance(other, list):
+            is_same = same_bits(value, other)
+        else:
+            is_same = type(value) is type(other) and bool(value == other)
+        if not is_same:
+            changed.append(name)
     if changed:
         text = f"tracing calls the model, which changes {some(changed, 4)}, so the graph starts from changed values"
         warnings.warn(text, StateChanged, stacklevel=2)
@@ -87,14 +96,6 @@ def _state(model: Any) -> dict[str, Any]:
             elif isinstance(value, (int, float)) and name != "training":
                 kept[at] = value
     return kept
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    from lowprec_check.engine.core.output_comparison import same_bits
-
-    if isinstance(one, list) and isinstance(other, list):
-        return same_bits(one, other)
-    return type(one) is type(other) and bool(one == other)
 
 
 def frozen_trace_code(model: ModelInfo, key: RunKey) -> tuple[str, ...]:

@@ -36,18 +36,16 @@ def layer_errors(fp32: nn.Module, converted: nn.Module, calls: Iterable[Call]) -
 
     ``fp32`` is the prepared model. Empty if the two models do not call the same operators.
     """
-    modules = {
-        parameter.data_ptr(): name.rpartition(".")[0]
-        for name, parameter in fp32.named_parameters()
-        if parameter.numel()
-    }
+    parameters = [(name, parameter) for name, parameter in fp32.named_parameters() if parameter.numel()]
+    modules = {parameter.data_ptr(): name.rpartition(".")[0] for name, parameter in parameters}
     errors: dict[int, tuple[str, str, SquaredError]] = {}
     for number, (args, kwargs) in enumerate(calls):
         expected: list[tuple[str, str, Tensor]] = []
         found: list[str] = []
 
         def keep(op: str, given: tuple[Any, ...], output: Tensor, _: bool, expected: Any = expected) -> None:
-            places = [modules[tensor.data_ptr()] for tensor in _tensors(given) if tensor.data_ptr() in modules]
+            strided = [value for value in given if isinstance(value, Tensor) and value.layout == torch.strided]
+            places = [modules[tensor.data_ptr()] for tensor in strided if tensor.data_ptr() in modules]
             expected.append((op, places[0] if places else "", output.clone()))
 
         def compare(
@@ -92,10 +90,6 @@ class _Products(DispatchMode):
             self._report(name, args, output, self._quantized)
             self._quantized = False
         return output
-
-
-def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    return [value for value in values if isinstance(value, Tensor) and value.layout == torch.strided]
 
 
 # -- Static quantization by Intel's extension: prepare, calibrate, convert, trace, freeze

@@ -121,12 +121,9 @@ def calibrating(key: RunKey, model: ModelInfo, called: str) -> tuple[str, ...]:
 def quantization_code(key: RunKey, model: ModelInfo) -> Code:
     """The code to paste that quantizes ``model`` by the :func:`library`, for the run of ``key``."""
     args, kwargs = model.arguments
-    traced = args
+    traced, example = args, f"example_inputs={args}"
     if args == "()":
-        traced = f"example_kwarg_inputs={kwargs}"
-    example = traced
-    if args != "()":
-        example = f"example_inputs={args}"
+        traced = example = f"example_kwarg_inputs={kwargs}"
     calibrate = calibrating(key, model, "prepared(")
     if library() == "ipex":
         return Code(

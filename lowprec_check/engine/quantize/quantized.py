@@ -55,13 +55,9 @@ class SquaredError:
         """Relative L2 error of all pairs (0/0 is 0); ``None`` if infinite, NaN, or no pair."""
         if not self._pairs:
             return None
-        if self._reference:
-            if self._error >= 0:
-                found = math.sqrt(self._error / self._reference)
-            else:
-                found = math.nan
-        else:
-            found = 0.0 if not self._error else math.inf
+        if not self._reference:
+            return None if self._error else 0.0
+        found = math.sqrt(self._error / self._reference)
         return found if math.isfinite(found) else None
 
 
@@ -92,7 +88,4 @@ def check_in_eval_mode(model: nn.Module, way: str) -> None:
 
 def nothing_to_quantize(model: nn.Module, what: str = "convolutions and linear layers") -> UsageError:
     """The error where no layer was quantized: the row would be fp32 under another name."""
-    return UsageError(
-        f"int8 quantizes {what}, and found none in {type_name(model)}.",
-        "Use another backend.",
-    )
+    return UsageError(f"int8 quantizes {what}, and found none in {type_name(model)}.", "Use another backend.")

@@ -178,17 +178,11 @@ def quantized_layers(converted: GraphModule) -> list[Node]:
 def _source(layer: Node) -> Node | None:
     """The node whose output is quantized for ``layer``, if that is directly before it."""
     node: Any = layer
-    for kind in ("dequantize_per_tensor", "quantize_per_tensor"):
-        if node.args:
-            node = node.args[0]
-        else:
-            node = None
+    for kind in ("dequantize_per_tensor", "quantize_per_tensor", ""):
+        node = next(iter(node.args), None)
         if not isinstance(node, Node) or kind not in str(node.target):
             return None
-    source = None
-    if node.args:
-        source = node.args[0]
-    return source if isinstance(source, Node) else None
+    return node
 
 
 def _evaluated(interpreter: Interpreter, node: Node, known: dict[Node, Any]) -> Any:

@@ -83,11 +83,19 @@ class KernelSupport:
             return Refusal("missing", message, f"{self._device.kernels}: aten::{name} is not registered")
         if not narrow:
             return None
-        if not self.is_cpu:
-            refusal = self._by_source(call, name, narrow, wide)
-            if refusal is not None:
-                return refusal
-        for dtype in {tensor.dtype for tensor in narrow}:
+        dtypes = {tensor.dtype for tensor in narrow}
+        # What sources of kernels say of mixed dtypes, complex numbers and ops of torchvision.
+        missing = None
+        if not self.is_cpu and name in _ONE_DTYPE and any(tensor.ndim for tensor in wide):
+            expected = FORMATS[DTYPES[narrow[0].dtype]].cpp_name
+            return Refusal("refused", f"expected scalar type {expected} but found Float", SOURCE)
+        if not self.is_cpu and name in _MATRIX_PRODUCTS and torch.complex32 in dtypes:
+            missing = "ComplexHalf"
+        if not self.is_cpu and name in _OF_TORCHVISION and not call.autocast_keys and torch.bfloat16 in dtypes:
+            missing = "BFloat16"
+        if missing:
+            return Refusal("missing", f"\"{name}\" not implemented for '{missing}'", SOURCE)
+        for dtype in dtypes:
             support = self._find(func, DTYPES[dtype], "complex" if dtype.is_complex else "floating")
             if support.state is None:
                 is_own = name == overload_name(func.name())
@@ -97,21 +105,6 @@ class KernelSupport:
             fails_here = support.state == "some" and _fails_here(name, call, narrow, support.condition)
             if support.state == "none" or fails_here:
                 return self._refusal(name, call, DTYPES[dtype], support)
-        return None
-
-    def _by_source(self, call: DispatchedCall, name: str, narrow: list[Tensor], wide: list[Tensor]) -> Refusal | None:
-        """What sources of kernels say of mixed dtypes, complex numbers and ops of torchvision."""
-        if name in _ONE_DTYPE and any(tensor.ndim for tensor in wide):
-            expected = FORMATS[DTYPES[narrow[0].dtype]].cpp_name
-            return Refusal("refused", f"expected scalar type {expected} but found Float", SOURCE)
-        dtypes = {tensor.dtype for tensor in narrow}
-        missing = None
-        if name in _MATRIX_PRODUCTS and torch.complex32 in dtypes:
-            missing = "ComplexHalf"
-        if name in _OF_TORCHVISION and not call.autocast_keys and torch.bfloat16 in dtypes:
-            missing = "BFloat16"
-        if missing:
-            return Refusal("missing", f"\"{name}\" not implemented for '{missing}'", SOURCE)
         return None
 
     def name_of(self, func: OpOverload) -> str:

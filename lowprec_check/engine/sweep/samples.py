@@ -39,8 +39,7 @@ def load_operators() -> dict[str, Any]:
         raise UsageError(problem, "Install what it needs: pip install 'lowprec-check[catalog]'") from None
     operators: dict[str, Any] = {}
     for operator in op_db:
-        name = full_name(operator)
-        operators.setdefault(name, operator)
+        operators.setdefault(full_name(operator), operator)
     return operators
 
 
