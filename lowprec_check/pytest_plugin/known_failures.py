@@ -194,28 +194,24 @@ class KnownFailures:
                 )
                 report.sections.append((f"lowprec: {self.shown}", f"{text}\n{advice}"))
         elif report.failed and call.excinfo:
-            self._failed(report, entry, call.excinfo.value)
+            raised, problem = type_name(call.excinfo.value), " with another message"
+            try:
+                matched = entry is None or entry.matches(call.excinfo.value)
+            except TimeoutError:
+                matched, problem = False, f" with a message that takes more than {MATCH_SECONDS:g} s to match"
+            expected = entry is not None and raised in entry.exceptions and matched
+            self._attach(report, Result((raised,), entry, expected, matched))
+            self.unexpected[report.nodeid] = self.unexpected.get(report.nodeid, False) or not expected
+            if self.update or expected:
+                report.outcome = "skipped"
+                report.wasxfail = entry.reason if entry else "added to the manifest"
+            elif entry is not None:
+                which = problem if raised in entry.exceptions else ""
+                text = f"Raised {raised}{which}, but {self.shown} expects {_expected(entry)}."
+                report.sections.append((f"lowprec: {self.shown}", f"{text}\n{self.how_to_update}"))
         elif report.passed and report.when == "call" and not is_subtest:
             self._passed(report, entry)
         return report
-
-    def _failed(self, report: pytest.TestReport, entry: KnownFailure | None, error: BaseException) -> None:
-        raised = type_name(error)
-        problem = " with another message"
-        try:
-            matched = entry is None or entry.matches(error)
-        except TimeoutError:
-            matched, problem = False, f" with a message that takes more than {MATCH_SECONDS:g} s to match"
-        expected = entry is not None and raised in entry.exceptions and matched
-        self._attach(report, Result((raised,), entry, expected, matched))
-        self.unexpected[report.nodeid] = self.unexpected.get(report.nodeid, False) or not expected
-        if self.update or expected:
-            report.outcome = "skipped"
-            report.wasxfail = entry.reason if entry else "added to the manifest"
-        elif entry is not None:
-            which = problem if raised in entry.exceptions else ""
-            text = f"Raised {raised}{which}, but {self.shown} expects {_expected(entry)}."
-            report.sections.append((f"lowprec: {self.shown}", f"{text}\n{self.how_to_update}"))
 
     def _passed(self, report: pytest.TestReport, entry: KnownFailure | None) -> None:
         """A test passed, but its subtests may have failed."""
@@ -278,41 +274,34 @@ class KnownFailures:
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Print the changes to the manifest, or its unused entries."""
-        lines = self._changes() if self.update else self._unused_lines()
+        lines, change = list[str](), self.change
+        if self.failed_to_write is not None:
+            lines = [self.failed_to_write, "The run fails: what it reports as added is not in the manifest."]
+        elif change is not None:
+            lines = [f"{len(change.added)} added, {len(change.changed)} changed, {len(change.removed)} removed"]
+            for sign, tests in (("+", change.added), ("~", change.changed), ("-", change.removed), ("?", change.edit)):
+                lines += [f"{sign} {test}" for test in tests]
+            if change.edit:
+                lines.append("Patterns are not updated: let them name fewer tests, or add strict = false.")
+            if any(entry.reason == NO_REASON for entry in change.manifest):
+                lines.append(f"Replace {NO_REASON!r} with the reason.")
+        elif self.update:
+            lines = ["The manifest was not updated, because the run did not complete."]
+        elif self.unused:
+            unused = sorted(self.known[position].test for position in self.unused)
+            entries = "entry" if len(unused) == 1 else "entries"
+            lines = [f"{len(unused)} unused {entries}: the tests do not exist", *unused]
+            # Likely causes: a path or an id as pytest does not write them.
+            files = sorted({_file(test) for test in unused})
+            odd = [file for file in files if as_in_ids(file) != file and "*" not in file]
+            lines += [f"The path {file} is not as in the ids of pytest: write {as_in_ids(file)}." for file in odd]
+            if any("::" not in test for test in unused):
+                lines.append("Write the ids that `pytest --collect-only -q` shows.")
+            lines.append(self.how_to_update)
         if lines:
             terminalreporter.section(f"lowprec: {self.shown}")
             for line in lines:
                 terminalreporter.write_line(visible_text(line))
-
-    def _changes(self) -> list[str]:
-        if self.failed_to_write is not None:
-            return [self.failed_to_write, "The run fails: what it reports as added is not in the manifest."]
-        if self.change is None:
-            return ["The manifest was not updated, because the run did not complete."]
-        change = self.change
-        lines = [f"{len(change.added)} added, {len(change.changed)} changed, {len(change.removed)} removed"]
-        for sign, tests in (("+", change.added), ("~", change.changed), ("-", change.removed)):
-            lines += [f"{sign} {test}" for test in tests]
-        lines += [f"? {pattern}" for pattern in change.edit]
-        if change.edit:
-            lines.append("Patterns are not updated: let them name fewer tests, or add strict = false.")
-        if any(entry.reason == NO_REASON for entry in change.manifest):
-            lines.append(f"Replace {NO_REASON!r} with the reason.")
-        return lines
-
-    def _unused_lines(self) -> list[str]:
-        if not self.unused:
-            return []
-        tests = sorted(self.known[position].test for position in self.unused)
-        entries = "entry" if len(self.unused) == 1 else "entries"
-        lines = [f"{len(self.unused)} unused {entries}: the tests do not exist", *tests]
-        # Likely causes: a path or an id as pytest does not write them.
-        for file in sorted({_file(test) for test in tests}):
-            if as_in_ids(file) != file and "*" not in file:
-                lines.append(f"The path {file} is not as in the ids of pytest: write {as_in_ids(file)}.")
-        if any("::" not in test for test in tests):
-            lines.append("Write the ids that `pytest --collect-only -q` shows.")
-        return [*lines, self.how_to_update]
 
 
 def _expected(entry: KnownFailure) -> str:

@@ -50,7 +50,13 @@ class StandInKernels(DispatchMode):
 
     def handle(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
         """The result of an op call, or the exception that the device raises."""
-        call = DispatchedCall(func, _numbers_as_tensors(func, args), kwargs, keys)
+        # An op made of others may give a tensor that a mode sees as a number; torch takes a number
+        # back as a tensor for some ops only.
+        given = list(args)
+        for index in _tensors_only(func):
+            if index < len(args) and isinstance(args[index], (bool, int, float)):
+                given[index] = torch.tensor(args[index])
+        call = DispatchedCall(func, tuple(given), kwargs, keys)
         traits = call.traits
         if traits.skipped or traits.view or traits.packet in _AS_GIVEN or is_observing():
             return call.run()
@@ -128,20 +134,9 @@ def _in_fp32(call: DispatchedCall, narrow: list[Tensor]) -> Any:
     return out if low == torch.bfloat16 else map_values(out, in_half)
 
 
-def _numbers_as_tensors(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Numbers as tensors, where an op made of others gave a tensor that a mode sees as a number."""
-    # torch takes a number back as a tensor for some ops only.
-    places = _tensors_only(func)
-    if not any(index < len(args) and isinstance(args[index], (bool, int, float)) for index in places):
-        return args
-    return tuple(
-        torch.tensor(value) if index in places and isinstance(value, (bool, int, float)) else value
-        for index, value in enumerate(args)
-    )
-
-
 @functools.cache
 def _tensors_only(func: OpOverload) -> frozenset[int]:
+    """The positions of arguments that must be tensors."""
     if torch._C._should_allow_numbers_as_tensors(func._schema.name.partition("::")[2]):
         return frozenset()
     return frozenset(
