@@ -48,7 +48,16 @@ def answers_document(answers: Sequence[OpAnswer]) -> Document:
             blocks.append(Say("other releases: the newest of each device", role="hint"))
         if others:
             blocks.append(_support_table(others))
-        blocks += (Say(line, role="hint") for line in _failures(answer.cells))
+        # why dtypes do not apply, then each failure once, with the first of its often many cells
+        failing: dict[str, list[str]] = {}
+        unfit = [cell for cell in answer.cells if cell.not_applicable]
+        lines = [f"{SHORT[cell.dtype]} does not apply: {cell.not_applicable}" for cell in unfit]
+        for cell in answer.cells:
+            if failure := cell.failure:
+                text = f"{failure.kind}{fill(' in {}', failure.at)}: {failure.message}{in_samples(failure.condition)}"
+                failing.setdefault(text, []).append(f"{cell.device} {cell.torch} {SHORT[cell.dtype]} {cell.mode}")
+        lines += [f"{some(places, 1)}: {text}" for text, places in failing.items()]
+        blocks += [Say(line, role="hint") for line in dict.fromkeys(lines)]
         for issue in answer.issues:
             fixed, where = fill(" (fixed in {})", issue.fixed), fill(" for {}", ", ".join(issue.devices))
             blocks += [Say(f"reported{where}: {issue.title}{fixed}"), Say(issue.link, role="hint")]
@@ -126,19 +135,6 @@ def _support(cells: list[SupportCell]) -> StatusOf | None:
 
 def _since(cell: SupportCell) -> tuple[object, ...]:
     return version_key(cell.since or "")
-
-
-def _failures(cells: list[SupportCell]) -> list[str]:
-    """A line per reason why a dtype does not apply, and per failure, with its cells."""
-    reasons = [f"{SHORT[cell.dtype]} does not apply: {cell.not_applicable}" for cell in cells if cell.not_applicable]
-    # one failure often occurs in many cells: it is shown once, with the first of them
-    where: dict[str, list[str]] = {}
-    for cell in cells:
-        if cell.failure is not None:
-            at = fill(" in {}", cell.failure.at)
-            text = f"{cell.failure.kind}{at}: {cell.failure.message}{in_samples(cell.failure.condition)}"
-            where.setdefault(text, []).append(f"{cell.device} {cell.torch} {SHORT[cell.dtype]} {cell.mode}")
-    return [*dict.fromkeys(reasons), *(f"{some(places, 1)}: {text}" for text, places in where.items())]
 
 
 # -- the difference between two versions

@@ -115,20 +115,17 @@ def _uses(found: Coverage, uses: Sequence[OpUse], name: str, most: int = 0) -> T
     ]
     rows = []
     for use in uses:
-        words = [_words(use, key) for key in found.dtypes]
+        words = []
+        for key in found.dtypes:
+            support, precision, on = use.support[key], PRECISIONS.find(key), ""
+            low, cell = precision.format.short if precision else key, cell_of(support)
+            # an op that fails under autocast got 16-bit inputs
+            if cell in ("some", "none") and key.startswith("autocast"):
+                on = f" on {low} inputs"
+            words.append(f"{_CELLS[cell][0].format(dtype=low)}{on}{fill(', from torch {}', support.fixed_in)}")
         line = next(iter(use.sources), None)
         rows.append(Row([use.name, *words, len(use.tests), line, why(use)]))
     return Table(columns, rows, name, searchable=True, most=most, detail="first" if most else "more")
-
-
-def _words(use: OpUse, key: str) -> str:
-    """What a precision does to an operator; an op that fails under autocast got 16-bit inputs."""
-    support, precision = use.support[key], PRECISIONS.find(key)
-    low, cell = precision.format.short if precision else key, cell_of(support)
-    on = ""
-    if cell in ("some", "none") and key.startswith("autocast"):
-        on = f" on {low} inputs"
-    return f"{_CELLS[cell][0].format(dtype=low)}{on}{fill(', from torch {}', support.fixed_in)}"
 
 
 def why(use: OpUse) -> str:

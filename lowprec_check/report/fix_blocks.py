@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lowprec_check.report.blocks import Block, CodeBlock, Column, Document, Heading, Row, Say, Table
 from lowprec_check.report.foreign_text import visible_text
-from lowprec_check.schema.fixing import Fixing, ScriptProof
+from lowprec_check.schema.fixing import Fixing
 from lowprec_check.schema.statements import Tone, agree, counted, fill, say
 
 _PROVEN = [
@@ -69,40 +69,33 @@ def fix_blocks(fixing: Fixing, *, heading: bool = False) -> Iterator[Block]:
         yield Table(columns, rows, "left alone", most=20)
 
 
-def _of_script(fixing: Fixing, script: ScriptProof) -> tuple[str, Tone]:
-    """Where the weights of a script end."""
-    before, after = (
-        "not finite" if distance is None else say("{distance:error}", distance=distance).text
-        for distance in (script.before, script.after)
-    )
-    what = f"the distance of the weights from those of fp32 after {counted(script.steps, 'step')} is"
-    tolerance = ""
-    if not fixing.passes:
-        tolerance = f" The tolerance is {script.tolerance:g}."
-    if fixing.due:
-        skipped = ""
-        if script.skipped:
-            skipped = f", with {counted(script.skipped, 'step')} skipped"
-        words = f"With {counted(len(fixing.changes), 'change')}, {what} {after}{skipped}; without, {before}.{tolerance}"
-        return words, "good" if fixing.passes else "warn"
-    # no change: either none is needed, or none helps
-    if fixing.passes:
-        return f"Nothing to fix: {what} {before}.", "good"
-    reason = "No change was found" if fixing.left_alone else "No known fault was seen, so nothing is changed"
-    others = " lowprec-check scan --train tries other loss scales and ways to train."
-    return f"{reason}: {what} {before}.{tolerance}{others}", "bad"
-
-
 def _verdict(fixing: Fixing) -> tuple[str, Tone]:
-    if fixing.script is not None:
-        return _of_script(fixing, fixing.script)
+    """Whether the patch is enough; for a script, where its weights end."""
+    what, script = counted(len(fixing.changes), "change"), fixing.script
+    if script is not None:
+        before, after = (
+            "not finite" if distance is None else say("{distance:error}", distance=distance).text
+            for distance in (script.before, script.after)
+        )
+        ends = f"the distance of the weights from those of fp32 after {counted(script.steps, 'step')} is"
+        tolerance, skipped = "", fill(", with {} skipped", script.skipped and counted(script.skipped, "step"))
+        if not fixing.passes:
+            tolerance = f" The tolerance is {script.tolerance:g}."
+        if fixing.due:
+            words = f"With {what}, {ends} {after}{skipped}; without, {before}.{tolerance}"
+            return words, "good" if fixing.passes else "warn"
+        # no change: either none is needed, or none helps
+        if fixing.passes:
+            return f"Nothing to fix: {ends} {before}.", "good"
+        reason = "No change was found" if fixing.left_alone else "No known fault was seen, so nothing is changed"
+        others = " lowprec-check scan --train tries other loss scales and ways to train."
+        return f"{reason}: {ends} {before}.{tolerance}{others}", "bad"
     if not fixing.proven:
         return "Nothing to fix: each precision passes.", "good"
     names = ", ".join(proof.precision for proof in fixing.proven)
     passes = agree(len(fixing.proven), "passes", "pass")
     if not fixing.due:
         return f"No change was found with which {names} {passes}.", "bad"
-    what = counted(len(fixing.changes), "change")
     if fixing.passes:
         return f"With {what}, {names} {passes}.", "good"
     # the best patch that was found is worth showing, even if it is not enough

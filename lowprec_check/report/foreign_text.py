@@ -131,18 +131,15 @@ _NEXT_GAP = re.compile(r"(?P<cell>[!-~]*(?: [!-~]+)*)(?P<spaces> {2,})")
 
 def transliterated(text: str) -> str:
     """``text`` in ASCII; characters without a form in it as backslash escapes."""
-    return "".join(character if character.isascii() else _replacement(character) for character in text)
-
-
-def _replacement(character: str) -> str:
-    if _SPINNER[0] <= character <= _SPINNER[1]:
-        return "*"
-    if character in _ASCII:
-        return _ASCII[character]
-    digit = unicodedata.digit(character, None)  # superscript or subscript
-    if digit is None:
-        return character.encode("ascii", "backslashreplace").decode()
-    return str(digit)
+    parts = []
+    for character in text:
+        part = _ASCII.get(character, character)
+        if _SPINNER[0] <= character <= _SPINNER[1]:
+            part = "*"
+        elif not part.isascii() and unicodedata.digit(character, None) is not None:  # superscript or subscript
+            part = str(unicodedata.digit(character))
+        parts.append(part.encode("ascii", "backslashreplace").decode())
+    return "".join(parts)
 
 
 def _handle(error: UnicodeError) -> tuple[str, int]:
@@ -152,18 +149,14 @@ def _handle(error: UnicodeError) -> tuple[str, int]:
     lost = error.object[error.start : error.end]
     written = transliterated(lost)
     # columns stay aligned: what is wider takes spaces from the next gap, of which one is left
-    excess = len(written) - sum(map(_width, lost))
+    excess = len(written)
+    for character in lost:
+        if not unicodedata.combining(character) and character != "\ufe0f":
+            excess -= 1 + (unicodedata.east_asian_width(character) in "WF")
     gap = _NEXT_GAP.match(error.object, error.end)
     if gap is None or excess <= 0:
         return written, error.end
     return written + gap["cell"] + gap["spaces"][:-excess].ljust(1), gap.end()
-
-
-def _width(character: str) -> int:
-    """Columns on a terminal."""
-    if unicodedata.combining(character) or character == "\ufe0f":
-        return 0
-    return 1 + (unicodedata.east_asian_width(character) in "WF")
 
 
 codecs.register_error(TRANSLITERATE, _handle)

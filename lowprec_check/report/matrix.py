@@ -50,8 +50,14 @@ def matrix_document(
     scanned = [row for row in matrix.rows if row.state == "scanned"]
     failed = [row for row in matrix.rows if row.state == "failed"]
     cells = [cell for row in scanned for cell in row.cells]
-    columns, options = list(dict.fromkeys(map(column_of, cells))), _common_options(matrix)
-    devices = {row.device for row in matrix.rows}
+    columns, devices = list(dict.fromkeys(map(column_of, cells))), {row.device for row in matrix.rows}
+    # the first options, as many words from the left as all rows have
+    lists = [row.options for row in matrix.rows]
+    shared = itertools.takewhile(lambda words: len(set(words)) == 1, zip(*lists, strict=False))
+    options = [words[0] for words in shared]
+    following = [words[len(options)] for words in lists if len(words) > len(options)]
+    if options and options[-1].startswith("-") and any(not word.startswith("-") for word in following):
+        options.pop()  # an option whose value differs
 
     def name_of(row: MatrixRow) -> str:
         """``timm:vit_tiny --train on cuda``: its own options, and its device if they differ."""
@@ -85,7 +91,14 @@ def matrix_document(
         rows = [Row([op, column, number]) for (op, column), number in missing.most_common(_MOST_OPS)]
         blocks += [Heading("Ops without a kernel"), Table(heads, rows, "ops without a kernel")]
     if scanned:
-        hint = _how_to_read(cells)
+        # how to read the cells: only what at least one of them shows
+        notes = {
+            _HOW_TO_READ.format(_TIMED if any(cell.time for cell in cells) else ""): True,
+            _FURTHER: any(status_of(cell) != cell.status for cell in cells if not cell.degenerate),
+            _TRAINED: any(cell.error and cell.error.endswith(" off") for cell in cells),
+            _PREDICTED: any(cell.evidence == "predicted" for cell in cells),
+        }
+        hint = " ".join(note for note, applies in notes.items() if applies)
         blocks += [Heading("Models"), Say(hint, role="hint"), _models(scanned, columns, name_of, pages)]
         blocks += [Heading("Runs", detail="all"), _runs(scanned, name_of)]
     if failed:
@@ -94,18 +107,6 @@ def matrix_document(
         blocks += [Heading("Not scanned"), Table(heads, rows, "models that could not be scanned")]
     tool = next((found for row in matrix.rows if (found := row.made_with.get("tool"))), "")
     return Document(title, blocks, f"lowprec-check {tool}".strip(), whole=True)
-
-
-def _how_to_read(cells: list[MatrixCell]) -> str:
-    """How to read the cells: only what at least one of them shows."""
-    timed = any(cell.time for cell in cells)
-    notes = {
-        _HOW_TO_READ.format(fill(_TIMED, timed)): True,
-        _FURTHER: any(status_of(cell) != cell.status for cell in cells if not cell.degenerate),
-        _TRAINED: any(cell.error and cell.error.endswith(" off") for cell in cells),
-        _PREDICTED: any(cell.evidence == "predicted" for cell in cells),
-    }
-    return " ".join(note for note, applies in notes.items() if applies)
 
 
 def column_of(cell: MatrixCell) -> str:
@@ -195,17 +196,6 @@ def _runs(rows: list[MatrixRow], name_of: Callable[[MatrixRow], str]) -> Table:
             figures = [cell.rel_l2, speed, cell.memory]
             shown.append(Row([name_of(row), cell.precision, status_of(cell), *figures, gaps, codes, why(cell) or ""]))
     return Table(heads, shown, "runs", headings=2, searchable=True, detail="all")
-
-
-def _common_options(matrix: Matrix) -> list[str]:
-    """The first options, if all rows have them."""
-    # as many words from the left as are the same in all rows
-    lists = [row.options for row in matrix.rows]
-    common = [words[0] for words in itertools.takewhile(lambda words: len(set(words)) == 1, zip(*lists, strict=False))]
-    following = [words[len(common)] for words in lists if len(words) > len(common)]
-    if common and common[-1].startswith("-") and any(not word.startswith("-") for word in following):
-        common.pop()  # an option whose value differs
-    return common
 
 
 def _machine(row: MatrixRow) -> str:

@@ -128,21 +128,21 @@ def operator_table(run: Run) -> Table | None:
         Column("without a kernel", "number", "Calls that fail in this precision and succeed in fp32."),
         *map(column_of, _OTHERS),
     ]
+
+    def rank(item: tuple[str, Calls]) -> tuple[float, ...]:
+        totals = (item[1].total(name) or 0.0 for name in ("introduced_nan", "share", "accumulated_error"))
+        return (-item[1].without_kernel, *(-total for total in totals))
+
     # a run with many ops unfolds fewer calls of each, so that the page stays small
     most = max(3, min(MOST_CALLS, _ALL_CALLS // len(calls_of)))
     rows = []
-    for op, calls in sorted(calls_of.items(), key=lambda item: _order(item[1])):
+    for op, calls in sorted(calls_of.items(), key=rank):
         figures = {name: calls.cell(name) for name in _OPERATORS} | {"accumulated_error": calls.worst_error()}
         main, others = ([figures[name] for name in names] for names in (_MAIN, _OTHERS))
         cells = [op, len(calls.positions), *main, calls.without_kernel or None, *others]
         below = [_worst_calls(calls, most)] if calls.positions else ()
         rows.append(Row(cells, below=below))
     return Table(columns, rows, f"operators of {label(run)}", searchable=True).with_content()
-
-
-def _order(calls: Calls) -> tuple[float, ...]:
-    totals = (calls.total(name) or 0.0 for name in ("introduced_nan", "share", "accumulated_error"))
-    return (-calls.without_kernel, *(-total for total in totals))
 
 
 def _worst_calls(calls: Calls, most: int) -> Table:
@@ -297,7 +297,15 @@ def _remark(here: Sequence[Calls], diagnostics: Sequence[Diagnostic]) -> str:
 def module_table(runs: Sequence[Run]) -> Table:
     """The tree of modules in which any of ``runs`` has an op or a gap, submodules included."""
     by_path = [calls_inside(run) for run in runs]
-    paths = _in_order(path for calls_of in by_path for path in calls_of)
+    # each path once, children directly below their parent, siblings in order of execution
+    below: dict[str, list[str]] = {}
+    for path in dict.fromkeys(path for calls_of in by_path for path in calls_of):
+        if path:
+            below.setdefault(path.rpartition(".")[0], []).append(path)
+    paths, stack = list[str](), [""]
+    while stack:
+        paths.append(stack.pop())
+        stack.extend(reversed(below.get(paths[-1], [])))
 
     def depth(path: str) -> int:
         return path.count(".") + bool(path)
@@ -348,20 +356,6 @@ def _lineage(path: str) -> list[str]:
     """``["", "a", "a.b"]`` of ``a.b``."""
     parts = path.split(".") if path else []
     return [".".join(parts[:index]) for index in range(len(parts) + 1)]
-
-
-def _in_order(paths: Iterable[str]) -> list[str]:
-    """Each path once, children directly below their parent, siblings in order of execution."""
-    below: dict[str, list[str]] = {}
-    for path in dict.fromkeys(paths):
-        if path:
-            below.setdefault(path.rpartition(".")[0], []).append(path)
-    ordered, stack = [], [""]
-    while stack:
-        path = stack.pop()
-        ordered.append(path)
-        stack.extend(reversed(below.get(path, [])))
-    return ordered
 
 
 # -- value ranges

@@ -48,20 +48,16 @@ class Place(NamedTuple):
         """``half, bfloat16: mul: message (in timm/x.py:7) → what to do``; no runs if about all."""
         # what it is about: runs and op, where there are some
         about = "".join(f"{visible(part)}: " for part in (", ".join(message.runs), self.group.op) if part)
-        advice = message.help and f"{what_to_do}{visible(message.help, 1000)}"
-        return f"{about}{visible(message.text, 1000).rstrip('.')}{self._where(message)}{advice or ''}"
-
-    def _where(self, message: Message) -> str:
-        """`` (in blocks.0.mlp, timm/mlp.py:42 and 3 more places)``; empty if only on the line."""
-        # the line itself is not named: only one in a package that it leads to
+        # `` (in blocks.0.mlp, timm/mlp.py:42 and 3 more places)``, without the line itself
         found = dict.fromkeys((d.module or "", (d.caller and d.source) or "") for d in message.found)
-        first = next(iter(found))
-        if not any(first) or (len(found) == 1 and not first[1]):
-            return ""
-        more = ""
+        module, inside = next(iter(found))
+        where, more = "", ""
         if len(found) > 1:
             more = f" and {counted(len(found) - 1, 'more place')}"
-        return f" (in {', '.join(visible(part) for part in first if part)}{more})"
+        if inside or (module and more):
+            where = f" (in {', '.join(visible(part) for part in (module, inside) if part)}{more})"
+        advice = message.help and f"{what_to_do}{visible(message.help, 1000)}"
+        return f"{about}{visible(message.text, 1000).rstrip('.')}{where}{advice or ''}"
 
 
 def places(result: ScanResult, diagnostics: Iterable[Diagnostic] | None = None) -> list[Place]:

@@ -155,25 +155,9 @@ def extra_blocks(result: ScanResult) -> Iterator[Block]:
         ]
         yield Heading("Quantized layers with the largest errors", anchor="layers")
         yield Table(columns, rows, "quantized layers", headings=2, left_out=left_out)
-    if result.what_if:
-        yield from _what_if(result.what_if)
-
-
-def _layer_error(layer: LayerError) -> float:
-    """What layers are sorted by: the error of the layer by itself, if it is known."""
-    if layer.local is not None:
-        return layer.local
-    return layer.accumulated or 0.0
-
-
-def _what_if(predictions: Sequence[WhatIf]) -> Iterator[Block]:
-    meaning = "The modules with the largest shares of the squared error, and what the prediction leaves out."
-    columns = [
-        Column("format"),
-        Column("evidence"),
-        Column("output error", "error", "Relative L2 error that is predicted."),
-        Column("why", "sentence", meaning),
-    ]
+    predictions = result.what_if
+    if not predictions:
+        return
     # a note that all predictions share is said once, below the table
     notes = {entry.note for entry in predictions}
     shared = None
@@ -188,10 +172,24 @@ def _what_if(predictions: Sequence[WhatIf]) -> Iterator[Block]:
         if entry.note and not shared:
             note = plain(entry.note)
         rows.append(Row([entry.format, entry.evidence, error, chained(_causes(entry), note).text]))
+    meaning = "The modules with the largest shares of the squared error, and what the prediction leaves out."
+    columns = [
+        Column("format"),
+        Column("evidence"),
+        Column("output error", "error", "Relative L2 error that is predicted."),
+        Column("why", "sentence", meaning),
+    ]
     yield Heading("What if: formats that were not run", anchor="what-if")
     yield Table(columns, rows, "predicted output errors")
     hint = "Predicted from fp32: matrix products and convolutions are emulated, and none of these formats was run."
     yield Say(f"{hint}{fill(' For all formats: {}.', shared)}", role="hint")
+
+
+def _layer_error(layer: LayerError) -> float:
+    """What layers are sorted by: the error of the layer by itself, if it is known."""
+    if layer.local is not None:
+        return layer.local
+    return layer.accumulated or 0.0
 
 
 def _causes(entry: WhatIf) -> Sentence | None:

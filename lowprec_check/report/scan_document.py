@@ -60,7 +60,15 @@ _SHOWN_MODULES = 8
 def scan_document(result: ScanResult) -> Document:
     """The report; a terminal shows at most :data:`SHOWN_FINDINGS` groups of findings."""
     said = statements(result)
-    blocks = [*_head(result, said), Heading("Runs", anchor="runs"), runs_table(result, said)]
+    blocks: list[Block] = [Say(f"lowprec-check · {title(result, taken=result.model.taken)}", role="title")]
+    blocks.append(Say(machine(result), role="hint"))
+    blocks += [Say(each.text, "warn", "note") for each in said if each.about == "prediction"]
+    conditions = [each for each in said if each.about in ("inputs", "weights", "times")]
+    hints = [each.text for each in conditions if not each.runs and each.kind != "note"]
+    if hints:
+        blocks.append(Say(sentences(["; ".join(hints)]), role="hint"))
+    blocks += [Say(each.text, "warn", "note") for each in conditions if each.kind == "note"]
+    blocks += [Heading("Runs", anchor="runs"), runs_table(result, said)]
     times = [each for each in said if each.about == "times" and each.runs]
     blocks += [Say(each.text, "warn", "note", ", ".join(each.runs)) for each in times]
     blocks += training_blocks(result, said)
@@ -76,17 +84,6 @@ def scan_document(result: ScanResult) -> Document:
     blocks += [*extra_blocks(result), *_findings(result), *_shares(result)]
     blocks += [Heading("About this scan", anchor=CONDITIONS, detail="all"), *_about(result, said)]
     return Document(result.target, blocks, result.tool, tuple(_advice(result, said)))
-
-
-def _head(result: ScanResult, said: Sequence[Statement]) -> Iterator[Block]:
-    yield Say(f"lowprec-check · {title(result, taken=result.model.taken)}", role="title")
-    yield Say(machine(result), role="hint")
-    yield from [Say(each.text, "warn", "note") for each in said if each.about == "prediction"]
-    conditions = [each for each in said if each.about in ("inputs", "weights", "times")]
-    hints = [each.text for each in conditions if not each.runs and each.kind != "note"]
-    if hints:
-        yield Say(sentences(["; ".join(hints)]), role="hint")
-    yield from (Say(each.text, "warn", "note") for each in conditions if each.kind == "note")
 
 
 def title(result: ScanResult, taken: str = "") -> str:

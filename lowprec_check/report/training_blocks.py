@@ -47,12 +47,24 @@ def training_blocks(result: ScanResult, said: Sequence[Statement]) -> Iterator[B
     if setup is None:
         return
     yield from _ways(result, setup)
+    # the ways that were not tried, by reason
+    untried: dict[str, dict[str, None]] = {}
+    for training in (run.training for run in result.runs if run.training is not None):
+        for name, why in training.untried.items():
+            untried.setdefault(why, {})[way_named(name).words] = None
+    for why, words in untried.items():
+        yield Say(f"not tried: {', '.join(words)} ({why})", role="hint", detail="more")
+    band = _band(setup)
+    if band:
+        yield Say(band, role="hint", detail="more")
     yield from _items(said, "zero-gradients", first=())  # LP506 says it too
     yield Heading("Gradients of the first step, without loss scaling", anchor="gradients")
     yield from _items(said, "gradients", first=("warn",))
     yield from _items(said, "loss-scale", first=("warn", "none"))
     yield from _items(said, "scale-growth", first=())
-    yield from _gradients(result)
+    for run in result.runs:
+        if not run.is_reference and run.training is not None and run.training.gradients:
+            yield _gradients(label(run), run.training.gradients)
     yield Heading("Lost updates", anchor="lost")
     yield from _items(said, "lost-updates", first=("warn", "none"))
     rows = []
@@ -78,14 +90,14 @@ def _items(said: Sequence[Statement], kind: str, first: Sequence[str]) -> Iterat
 # -- ways
 
 
-def _columns() -> tuple[Column, ...]:
+def _ways(result: ScanResult, setup: TrainingSetup) -> Iterator[Block]:
     random = choices([way.words for way in WAYS if way.is_random])
     judged = (
         "A way fails if, up to its last step, the change of its loss is outside the 99.5 % prediction interval of "
         f"fp32 runs from other seeds, or its weights are more than {BEYOND:g} times as far from those of fp32 as in "
         f"any such run (not judged with {random}, which is right on average), or move less or further."
     )
-    return (
+    columns = (
         Column("precision", "run"),
         Column("way"),
         Column("status", "status", judged),
@@ -96,10 +108,7 @@ def _columns() -> tuple[Column, ...]:
         Column("state", "bytes", "Weights, their copies and the state of the optimizer."),
         Column("why", "sentence"),
     )
-
-
-def _ways(result: ScanResult, setup: TrainingSetup) -> Iterator[Block]:
-    best, advice, columns = recommended_run(result), result.recommendation, _columns()
+    best, advice = recommended_run(result), result.recommendation
     recommended = None
     if advice is not None and not advice.stay_in_fp32:
         recommended = advice.way
@@ -110,7 +119,13 @@ def _ways(result: ScanResult, setup: TrainingSetup) -> Iterator[Block]:
             row = _way(run, way, setup, recommended if run is best else None)
             (news if is_news else others).append(row)
             passing += not is_news and way.status == "ok"
-    reference = _reference(result, setup)
+    # the row of fp32, which the others are judged by
+    fp32, reference = reference_of(result.runs), list[Row]()
+    first = first_way(fp32) if fp32 is not None else None
+    if first is not None:
+        loss = next(reversed(setup.losses), None)
+        cells = ["fp32", first.declared.words, "reference", loss, None, None, None, first.state_bytes, None]
+        reference = [Row(cells)]
     yield Heading("Ways to train", anchor="ways")
     if news:
         yield Table(columns, [*reference, *news], "ways to train", headings=2).with_content()
@@ -125,30 +140,6 @@ def _ways(result: ScanResult, setup: TrainingSetup) -> Iterator[Block]:
             others = [*reference, *others]
         table = Table(columns, others, "ways to train", headings=2).with_content()
         yield Fold(", ".join(parts), [table], detail="more")
-    yield from _untried(result)
-    band = _band(setup)
-    if band:
-        yield Say(band, role="hint", detail="more")
-
-
-def _reference(result: ScanResult, setup: TrainingSetup) -> list[Row]:
-    """The row of fp32, which the others are judged by."""
-    fp32 = reference_of(result.runs)
-    way = first_way(fp32) if fp32 is not None else None
-    if way is None:
-        return []
-    loss = next(reversed(setup.losses), None)
-    return [Row(["fp32", way.declared.words, "reference", loss, None, None, None, way.state_bytes, None])]
-
-
-def _untried(result: ScanResult) -> Iterator[Say]:
-    """The ways that were not tried, by reason."""
-    untried: dict[str, dict[str, None]] = {}
-    for training in (run.training for run in result.runs if run.training is not None):
-        for name, why in training.untried.items():
-            untried.setdefault(why, {})[way_named(name).words] = None
-    for why, words in untried.items():
-        yield Say(f"not tried: {', '.join(words)} ({why})", role="hint", detail="more")
 
 
 def _told(run: Run) -> Iterator[tuple[TrainingWay, bool]]:
@@ -195,27 +186,21 @@ def _band(setup: TrainingSetup) -> str:
     return ""
 
 
-# -- gradients
+def _gradients(name: str, gradients: Sequence[ParameterGradient]) -> Fold:
+    """A table of one run: the largest overflow, underflow and error come first."""
 
+    def rank(gradient: ParameterGradient) -> tuple[float, ...]:
+        # a few elements that underflow do not put a parameter before one with a large error
+        underflow = gradient.underflow if gradient.underflow >= MATTERS else 0.0
+        return gradient.overflow, underflow, gradient.error_share or 0.0
 
-def _gradients(result: ScanResult) -> Iterator[Block]:
-    """A table per run with gradients; the largest overflow, underflow and error come first."""
-    for run in result.runs:
-        if run.is_reference or run.training is None or not run.training.gradients:
-            continue
-        gradients, rows = run.training.gradients, []
-        for gradient in sorted(gradients, key=_order, reverse=True)[:_PARAMETERS]:
-            error: ErrorOf | float | None = gradient.error
-            if error is None and gradient.overflow:
-                error = ErrorOf(None, text="Inf/NaN")
-            figures = (error, gradient.error_share, gradient.absmax, gradient.underflow, gradient.overflow)
-            rows.append(Row([gradient.parameter, gradient.elements, *figures]))
-        left_out = max(0, len(gradients) - _PARAMETERS)
-        table = Table(_GRADIENTS, rows, f"gradients, {label(run)}", searchable=True, left_out=left_out)
-        yield Fold(f"Gradients by parameter: {label(run)}", [table], detail="all")
-
-
-def _order(gradient: ParameterGradient) -> tuple[float, ...]:
-    # a few elements that underflow do not put a parameter before one with a large error
-    underflow = gradient.underflow if gradient.underflow >= MATTERS else 0.0
-    return gradient.overflow, underflow, gradient.error_share or 0.0
+    rows = []
+    for gradient in sorted(gradients, key=rank, reverse=True)[:_PARAMETERS]:
+        error: ErrorOf | float | None = gradient.error
+        if error is None and gradient.overflow:
+            error = ErrorOf(None, text="Inf/NaN")
+        figures = (error, gradient.error_share, gradient.absmax, gradient.underflow, gradient.overflow)
+        rows.append(Row([gradient.parameter, gradient.elements, *figures]))
+    left_out = max(0, len(gradients) - _PARAMETERS)
+    table = Table(_GRADIENTS, rows, f"gradients, {name}", searchable=True, left_out=left_out)
+    return Fold(f"Gradients by parameter: {name}", [table], detail="all")

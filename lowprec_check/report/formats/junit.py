@@ -55,7 +55,20 @@ class JUnitFormat(ReportFormat):
             name = visible(f"{label(run)} on {run.device}")
             case = SubElement(suite, "testcase", {"classname": model, "name": name} | _time([run], result))
             _add_outcome(case, run, result, why, visible(without_folders(failures.get(label(run), ""))))
-        _add_verdict(SubElement(suite, "testcase", classname=model, name=VERDICT), result, why, texts["verdict"])
+        # the case of the scan: a failure without a passing run, an error if it ended early
+        case = SubElement(suite, "testcase", classname=model, name=VERDICT)
+        about_all = [d for d in result.diagnostics if not any(d.is_about(run) for run in result.runs)]
+        found = [d for d in about_all if not d.accepted]
+        counting = [d for d in why.findings if d in about_all]
+        if why.ended_early:
+            SubElement(case, "error", message="the scan ended early", type="incomplete")
+        if why.no_pass or counting:
+            text, what = f"{counted(len(counting), 'finding')} about the whole scan", "findings"
+            if why.no_pass:
+                text, what = visible(texts["verdict"]), "no-pass"
+            SubElement(case, "failure", message=text, type=what).text = _lines(found, result) or text
+        elif found:
+            SubElement(case, "system-out").text = _lines(found, result)
         # CI systems read the totals from the attributes
         suite.set("tests", str(len(suite.findall("testcase"))))
         for kind, name in (("failure", "failures"), ("error", "errors"), ("skipped", "skipped")):
@@ -91,25 +104,6 @@ def _add_outcome(case: Element, run: Run, result: ScanResult, why: ScanFailure, 
         note = f"; the scan does not fail for it (--fail-on {why.fail_on})" if failed else ""
         SubElement(case, "skipped", message=f"{status}{note}", type=shown_status(run, result))
     if found:
-        SubElement(case, "system-out").text = _lines(found, result)
-
-
-def _add_verdict(case: Element, result: ScanResult, why: ScanFailure, verdict: str) -> None:
-    """Fill the case of the scan: a failure without a passing run, an error if it ended early."""
-
-    def is_of_scan(diagnostic: Diagnostic) -> bool:
-        return not any(diagnostic.is_about(run) for run in result.runs)
-
-    found = [d for d in result.diagnostics if not d.accepted and is_of_scan(d)]
-    counting = [d for d in why.findings if is_of_scan(d)]
-    if why.ended_early:
-        SubElement(case, "error", message="the scan ended early", type="incomplete")
-    if why.no_pass or counting:
-        text, what = f"{counted(len(counting), 'finding')} about the whole scan", "findings"
-        if why.no_pass:
-            text, what = visible(verdict), "no-pass"
-        SubElement(case, "failure", message=text, type=what).text = _lines(found, result) or text
-    elif found:
         SubElement(case, "system-out").text = _lines(found, result)
 
 

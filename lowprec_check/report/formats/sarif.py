@@ -62,7 +62,29 @@ class SarifFormat(ReportFormat):
             driver["version"] = version
         if home:
             driver["informationUri"] = home
-        driver["rules"] = [_rule(code, merged) for code in codes]
+        driver["rules"] = []
+        for code in codes:
+            example = next(place.group for place in merged if place.group.code == code)
+            rule, name = rules().get(code), visible(example.name)
+            # a saved result may have findings of rules that this version lacks
+            summary_text = manual = name or "Finding"
+            severity = example.severity
+            if rule:
+                summary_text, manual, severity = rule.summary, rule.manual, rule.severity
+            description = manual
+            if len(manual) > LONGEST_DESCRIPTION:  # its first paragraphs
+                first = manual[: LONGEST_DESCRIPTION + 1].rpartition("\n\n")[0]
+                description = first or f"{manual[: LONGEST_DESCRIPTION - 1]}…"
+            entry = {
+                "id": visible(code),
+                "name": "".join(part.capitalize() for part in re.findall(r"\w+", name)) or "Finding",
+                "shortDescription": {"text": summary_text},
+                "fullDescription": {"text": description},
+                "help": {"text": manual, "markdown": manual},
+                "defaultConfiguration": {"level": severity},
+                "properties": {"tags": ["low-precision", "pytorch"]},
+            }
+            driver["rules"].append(entry)
         said_of = {"verdict": said["verdict"], "model": title(result), "machine": machine(result)}
         properties = {name: visible(text) for name, text in said_of.items()}
         if result.prediction:
@@ -93,28 +115,6 @@ def _home_page() -> str | None:
     return next((url for url in urls if url.startswith("https://")), None)
 
 
-def _rule(code: str, merged: Sequence[Place]) -> dict[str, Any]:
-    rule = rules().get(code)
-    example = next(place.group for place in merged if place.group.code == code)
-    # a saved result may have findings of rules that this version lacks
-    summary_text = manual = visible(example.name) or "Finding"
-    severity = example.severity
-    if rule:
-        summary_text, manual, severity = rule.summary, rule.manual, rule.severity
-    most, description = LONGEST_DESCRIPTION, manual
-    if len(manual) > most:  # its first paragraphs
-        description = manual[: most + 1].rpartition("\n\n")[0] or f"{manual[: most - 1]}…"
-    return {
-        "id": visible(code),
-        "name": "".join(part.capitalize() for part in re.findall(r"\w+", visible(example.name))) or "Finding",
-        "shortDescription": {"text": summary_text},
-        "fullDescription": {"text": description},
-        "help": {"text": manual, "markdown": manual},
-        "defaultConfiguration": {"level": severity},
-        "properties": {"tags": ["low-precision", "pytorch"]},
-    }
-
-
 def _result(place: Place, identity: str, codes: list[str], result: ScanResult) -> dict[str, Any]:
     group, rests_on = place.group, visible(without_folders("; ".join(place.group.rests_on)), 1000)
     sentences = (place.sentence(message, ". What to do: ") for message in group.messages)
@@ -136,23 +136,10 @@ def _result(place: Place, identity: str, codes: list[str], result: ScanResult) -
     # what is empty is left out
     if related:
         entry["relatedLocations"] = related
-    if fixes := _fixes(place, result):
-        entry["fixes"] = fixes
-    entry["partialFingerprints"] = {FINGERPRINT: identity}
-    entry["properties"] = {"precisions": list(map(visible, group.runs)), "calls": group.calls}
-    if rests_on:
-        entry["properties"]["predictedFrom"] = rests_on
-    return entry
-
-
-def _fixes(place: Place, result: ScanResult) -> list[dict[str, Any]]:
-    """The changes of the patch that are for this finding, each with the lines that it replaces."""
-    fixes: list[dict[str, Any]] = []
-    if result.fixing is None:
-        return fixes
-    for change in result.fixing.changes:
+    # the changes of the patch that are for this finding, each with the lines that it replaces
+    for change in result.fixing.changes if result.fixing is not None else ():
         inside = change.line <= place.line.number <= change.end_line
-        if change.file != place.line.file or not inside or place.group.code not in change.codes:
+        if change.file != place.line.file or not inside or group.code not in change.codes:
             continue
         # up to the start of the next line; an insertion replaces nothing
         region = {"startLine": change.line, "startColumn": 1, "endLine": change.line, "endColumn": 1}
@@ -161,8 +148,13 @@ def _fixes(place: Place, result: ScanResult) -> list[dict[str, Any]]:
         replacement = {"deletedRegion": region, "insertedContent": {"text": change.after}}
         artifact = _location(place.line, (), result, OWN)["physicalLocation"]["artifactLocation"]
         changed = [{"artifactLocation": artifact, "replacements": [replacement]}]
-        fixes.append({"description": {"text": visible(change.why)}, "artifactChanges": changed})
-    return fixes
+        fix = {"description": {"text": visible(change.why)}, "artifactChanges": changed}
+        entry.setdefault("fixes", []).append(fix)
+    entry["partialFingerprints"] = {FINGERPRINT: identity}
+    entry["properties"] = {"precisions": list(map(visible, group.runs)), "calls": group.calls}
+    if rests_on:
+        entry["properties"]["predictedFrom"] = rests_on
+    return entry
 
 
 def _location(line: FileLine, found: Sequence[Diagnostic], result: ScanResult, base: str) -> dict[str, Any]:

@@ -262,10 +262,11 @@ def _cell(row: Row, index: int, block: Table, cards: bool) -> Markup:
     text = ""
     if value is not None or column.type not in WIDE:
         text = cell_text(value, column.type)
+    shown = _Shown(text)
     if value is None:
         shown = _Shown(text, "none")
-    else:
-        shown = _CELLS.get(column.type, _plain)(value, text, row)
+    elif column.type in _CELLS:
+        shown = _CELLS[column.type](value, text, row)
     content = shown.content
     # the tag stands beside the name of the row
     if index == 0 and row.tag:
@@ -289,10 +290,6 @@ class _Shown(NamedTuple):
     content: Markup | str
     classes: str = ""
     more: Markup = Markup()
-
-
-def _plain(_: Any, text: str, __: Row) -> _Shown:
-    return _Shown(text)
 
 
 def _error(value: ErrorOf | float, text: str, _: Row) -> _Shown:

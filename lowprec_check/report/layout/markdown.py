@@ -19,7 +19,6 @@ from lowprec_check.report.blocks import (
     Heading,
     Link,
     Pairs,
-    Row,
     Say,
     Table,
     cell_text,
@@ -79,11 +78,21 @@ def _block(block: Block, most: int) -> str:
     if isinstance(block, Heading):
         return f"{'#' * (block.level + 1)} {escape(visible(block.text))}"
     if isinstance(block, Say):
-        return _sentence(block)
+        text, lead = escape(visible(block.text, 4000)), fill("**{}**: ", escape(visible(block.lead, 1000)))
+        if block.role == "title":
+            return f"**{text}**"
+        if block.role == "hint" and not lead:
+            return f"*{text}*"
+        mark = {"verdict": f"### {_TONES[block.tone]} ", "note": "> ", "item": "- "}.get(block.role, "")
+        return f"{mark}{lead}{text}"
     if isinstance(block, Table):
         return _table(block, most)
     if isinstance(block, CodeBlock):
-        return _fence(block)
+        text = "\n".join(visible_lines(without_folders(block.text)))
+        if len(text) > _LONGEST_CODE:
+            text = text[:_LONGEST_CODE].rpartition("\n")[0] + "\n# … truncated: the saved JSON has the full code"
+        ticks = "`" * max(3, _most_ticks(text) + 1)
+        return f"{ticks}{block.language}\n{text}\n{ticks}"
     if isinstance(block, Pairs):
         rows = [[escape(visible(name, 80)), code(visible(value, 200))] for name, value in block.pairs]
         return _pipe_table(rows, ["", ""], ["left", "left"])
@@ -96,18 +105,26 @@ def _block(block: Block, most: int) -> str:
     return f"<details{' open' * block.open}><summary>{title}</summary>\n\n{inside}\n\n</details>"
 
 
-def _sentence(block: Say) -> str:
-    text, lead = escape(visible(block.text, 4000)), fill("**{}**: ", escape(visible(block.lead, 1000)))
-    if block.role == "title":
-        return f"**{text}**"
-    if block.role == "hint" and not lead:
-        return f"*{text}*"
-    mark = {"verdict": f"### {_TONES[block.tone]} ", "note": "> ", "item": "- "}.get(block.role, "")
-    return f"{mark}{lead}{text}"
-
-
 def _table(block: Table, most: int) -> str:
-    rows, parts = [_cells(block, row) for row in block.rows[:most]], []
+    rows, parts = list[list[str]](), list[str]()
+    for row in block.rows[:most]:
+        cells = []
+        for value, column in zip(row.cells, block.columns, strict=True):
+            text = visible(cell_text(value, column.type), _LONGEST_CELL)
+            if column.type == "status" and value is not None:
+                text = f"{look_of(value).emoji} {escape(text)}".strip()
+            elif column.type == "severity":
+                text = _SEVERITIES.get(text, text)
+            elif isinstance(value, Link):
+                text = f"[{escape(text)}]({value.target})"
+            elif column.type in _CODE and value not in (None, ""):
+                text = code(text)
+            else:
+                text = escape(text)
+            cells.append(text)
+        # a tree is shown by indents, which Markdown removes from plain spaces
+        cells[0] = "&nbsp;&nbsp;" * row.depth + cells[0] + fill(" **{}**", escape(visible(row.tag)))
+        rows.append(cells)
     if rows:
         align = ["right" if column.type in FIGURES else "left" for column in block.columns]
         parts = [_pipe_table(rows, [escape(visible(column.name)) for column in block.columns], align)]
@@ -116,26 +133,6 @@ def _table(block: Table, most: int) -> str:
     if left_out > 0:
         parts.append(f"*{left_out:,} of {total:,} rows are not shown; the saved JSON has all.*")
     return "\n\n".join(parts)
-
-
-def _cells(block: Table, row: Row) -> list[str]:
-    cells = []
-    for value, column in zip(row.cells, block.columns, strict=True):
-        text = visible(cell_text(value, column.type), _LONGEST_CELL)
-        if column.type == "status" and value is not None:
-            text = f"{look_of(value).emoji} {escape(text)}".strip()
-        elif column.type == "severity":
-            text = _SEVERITIES.get(text, text)
-        elif isinstance(value, Link):
-            text = f"[{escape(text)}]({value.target})"
-        elif column.type in _CODE and value not in (None, ""):
-            text = code(text)
-        else:
-            text = escape(text)
-        cells.append(text)
-    # a tree is shown by indents, which Markdown removes from plain spaces
-    cells[0] = "&nbsp;&nbsp;" * row.depth + cells[0] + fill(" **{}**", escape(visible(row.tag)))
-    return cells
 
 
 # -- Markdown itself
@@ -162,14 +159,6 @@ def code(text: str, most: int = LONGEST_NAME) -> str:
     ticks = "`" * (_most_ticks(text) + 1)
     space = " " if text.startswith("`") or text.endswith("`") or not text.strip() else ""
     return f"{ticks}{space}{text or ' '}{space}{ticks}"
-
-
-def _fence(block: CodeBlock) -> str:
-    text = "\n".join(visible_lines(without_folders(block.text)))
-    if len(text) > _LONGEST_CODE:
-        text = text[:_LONGEST_CODE].rpartition("\n")[0] + "\n# … truncated: the saved JSON has the full code"
-    ticks = "`" * max(3, _most_ticks(text) + 1)
-    return f"{ticks}{block.language}\n{text}\n{ticks}"
 
 
 def _most_ticks(text: str) -> int:

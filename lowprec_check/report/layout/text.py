@@ -39,6 +39,7 @@ _INDENT = 4
 _GAP = 2
 """Spaces between columns."""
 _TONES = {"good": "green", "warn": "yellow", "bad": "red", "none": ""}
+_STYLES = {"title": "bold", "hint": "dim", "prompt": "dim", "note": "yellow"}
 _SEVERITIES = {"error": "red", "warning": "yellow", "note": "cyan"}
 
 
@@ -69,7 +70,14 @@ def _print_blocks(console: Console, blocks: Iterable[Block], detail: Detail, ind
         if isinstance(block, Heading):
             console.print(Text(f"\n{visible(block.text)}", style="bold"))
         elif isinstance(block, Say):
-            _print_sentence(console, block, indent)
+            style, style_of_lead, left = _STYLES.get(block.role, _TONES[block.tone]), "", indent
+            if block.role == "verdict":  # it stands out by itself
+                style, style_of_lead = f"bold {_TONES[block.tone]}".strip(), "bold"
+                console.print()
+            elif block.role == "item":
+                left += 2
+            lead = (fill("{}: ", visible(block.lead, 1000)), style_of_lead)
+            console.print(Padding(Text.assemble(lead, (visible(block.text, 4000), style)), (0, 0, 0, left)))
         elif isinstance(block, Table):
             _print_table(console, block, detail, indent)
         elif isinstance(block, CodeBlock):
@@ -82,24 +90,6 @@ def _print_blocks(console: Console, blocks: Iterable[Block], detail: Detail, ind
         elif isinstance(block, Fold):
             console.print(Padding(Text(visible(block.title, 2000), style=_TONES[block.tone]), (0, 0, 0, indent)))
             _print_blocks(console, block.blocks, detail, indent + 4)
-
-
-def _print_sentence(console: Console, block: Say, indent: int) -> None:
-    style = {
-        "title": "bold",
-        "verdict": f"bold {_TONES[block.tone]}".strip(),
-        "hint": "dim",
-        "prompt": "dim",
-        "note": "yellow",
-    }
-    lead, style_of_lead = fill("{}: ", visible(block.lead, 1000)), ""
-    if block.role == "verdict":  # it stands out by itself
-        style_of_lead = "bold"
-        console.print()
-    if block.role == "item":
-        indent += 2
-    text = (visible(block.text, 4000), style.get(block.role, _TONES[block.tone]))
-    console.print(Padding(Text.assemble((lead, style_of_lead), text), (0, 0, 0, indent)))
 
 
 def _print_table(console: Console, block: Table, detail: Detail, indent: int) -> None:
