@@ -27,6 +27,7 @@ from lowprec_check.report.registry import FORMATS, ReportFormat, diff_formats, d
 from lowprec_check.schema.base import write_file
 from lowprec_check.schema.registry import choices
 from lowprec_check.schema.scan_diff import ScanDiff
+from lowprec_check.schema.statements import fill
 
 _SAVE = f"{SAVE_SCAN}, or a coverage with: pytest --lowprec-coverage half --lowprec-report FILE"
 
@@ -69,15 +70,23 @@ def diff(
         check_writable(file, "-o")
     data = read_saved(old, _SAVE), read_saved(new, _SAVE)
     difference: ScanDiff | CoverageDiff
-    if _are_coverages((old, new), data):
+    kinds = [kind_of(content) for content in data]
+    if kinds.count("coverage") == 1:
+        paths, at = (old, new), kinds.index("coverage")
+        other = fill("a {}", kinds[1 - at]) or "not"
+        raise UsageError(
+            f"{paths[at]} is the coverage of a test suite and {paths[1 - at]} is {other}, so they cannot be compared.",
+            "Pass two scans or two coverages.",
+        )
+    if kinds[0] == "coverage":
         difference = diff_coverages(coverage_of(data[0], old), coverage_of(data[1], new))
     else:
         before, after = load_result(old, data[0]), load_result(new, data[1])
         # Their errors are about different things: of an output, and of weights after steps.
         if (before.training is None) != (after.training is None):
-            kinds = ["inference" if result.training is None else "training" for result in (before, after)]
+            about = ["inference" if result.training is None else "training" for result in (before, after)]
             raise UsageError(
-                f"{old} is a scan of {kinds[0]} and {new} one of {kinds[1]}, which cannot be compared.",
+                f"{old} is a scan of {about[0]} and {new} one of {about[1]}, which cannot be compared.",
                 "Scan both with --train, or both without.",
             )
         difference = diff_scans(before, after)
@@ -92,21 +101,6 @@ def diff(
     if files and difference.warnings:  # which a reader of the output alone would see
         print_status(f"warning: the two were recorded under different conditions: {'; '.join(difference.warnings)}")
     raise typer.Exit(FINDINGS if difference.regressions else 0)
-
-
-def _are_coverages(paths: tuple[Path, Path], data: tuple[bytes, bytes]) -> bool:
-    """Whether both files are coverages; raises :class:`UsageError` if only one of them is."""
-    kinds = [kind_of(content) for content in data]
-    if kinds.count("coverage") == 1:
-        at = kinds.index("coverage")
-        other = "not"
-        if kinds[1 - at]:
-            other = f"a {kinds[1 - at]}"
-        raise UsageError(
-            f"{paths[at]} is the coverage of a test suite and {paths[1 - at]} is {other}, so they cannot be compared.",
-            "Pass two scans or two coverages.",
-        )
-    return kinds.count("coverage") == 2
 
 
 def _diff_format(format: ReportFormat) -> ReportFormat:

@@ -97,16 +97,25 @@ def scan(
     """Run a model in fp32, half, bfloat16 and autocast. Shows which of them run, how accurate and
     fast they are, and what to do.
     """
+    from lowprec_check.analysis.baseline import load
+    from lowprec_check.analysis.rules.registry import check_codes
+
     # What can be wrong is checked first: a scan takes minutes.
     check_writable(json, "--json")
     check_reports(report or [])
     is_printed = prints_json(json, format)
     printed = FORMATS.get("json" if is_printed else format or "text")
     printed.check_available()
-    accepted = _load_baseline(baseline, update_baseline)
+    is_new = False
+    if update_baseline:
+        if baseline is None:
+            raise UsageError("--update-baseline needs a file to write.", "Add --baseline FILE.")
+        check_writable(baseline, "--baseline")
+        is_new = not baseline.exists() or not baseline.stat().st_size
+    accepted = None
+    if baseline is not None and not is_new:
+        accepted = load(baseline)  # also if it is updated: another file is never overwritten
     check_writable(save_plan, "--save-plan")
-    from lowprec_check.analysis.rules.registry import check_codes
-
     check_codes([*options.select, *options.ignore])
     with stdout_kept(), progress(quiet) as display:
         from lowprec_check.engine.run.target_spec import TargetSpec
@@ -144,21 +153,6 @@ def scan(
 
 
 # -- The baseline, the scan so far, and its conclusion
-
-
-def _load_baseline(path: Path | None, update: bool) -> Baseline | None:
-    """Load the baseline at ``path``; raises :class:`UsageError` before the scan starts."""
-    from lowprec_check.analysis.baseline import load
-
-    if update:
-        if path is None:
-            raise UsageError("--update-baseline needs a file to write.", "Add --baseline FILE.")
-        check_writable(path, "--baseline")
-        if not path.exists() or not path.stat().st_size:
-            return None
-    if path is None:
-        return None
-    return load(path)  # also if it is updated: another file is never overwritten
 
 
 def _apply_baseline(

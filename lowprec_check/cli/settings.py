@@ -25,15 +25,10 @@ def default_options(group: Any, context: Any) -> dict[str, Any]:
     folder = current_folder()
     if folder is None:  # it was removed
         return {}
-    for parent in (Path(folder), *Path(folder).parents):
-        path = parent / "pyproject.toml"
-        if path.is_file():
-            table = _read(path)
-            return {} if table is None else _of_group(group, context, table, path, TABLE, {})
-    return {}
-
-
-def _read(path: Path) -> Mapping[str, Any] | None:
+    paths = (parent / "pyproject.toml" for parent in (Path(folder), *Path(folder).parents))
+    path = next(filter(Path.is_file, paths), None)
+    if path is None:
+        return {}
     try:
         tool = read_toml(path).get("tool", {})
     except OSError as error:
@@ -46,9 +41,11 @@ def _read(path: Path) -> Mapping[str, Any] | None:
     if "lowprec_check" in tool:
         raise UsageError(f"{path}: [tool.lowprec_check] is not a table of settings.", f"Did you mean [{TABLE}]?")
     table = tool.get("lowprec-check")
-    if table is not None and not isinstance(table, dict):
+    if table is None:
+        return {}
+    if not isinstance(table, dict):
         raise UsageError(f"{path}: {TABLE} is not a table.", f"Write [{TABLE}].")
-    return table
+    return _of_group(group, context, table, path, TABLE, {})
 
 
 # -- The tables of a group and its commands

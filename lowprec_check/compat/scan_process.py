@@ -23,7 +23,7 @@ from lowprec_check.process.interpreter import module_command
 from lowprec_check.process.supervisor import StateEvent, Supervisor, describe_exit
 from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.matrix import MatrixCell, MatrixRow
-from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.scan_result import ScanResult
 
 # -- Which models to scan: reads a list from a file, adds options and devices, chooses file names
 
@@ -117,6 +117,30 @@ def _as_given(saved: str) -> str:
 
 def row_of(result: ScanResult, request: Request, seconds: float, made_with: dict[str, str]) -> MatrixRow:
     """Return the row of a scanned model."""
+    cells = []
+    for run in result.runs:
+        if run.is_reference:
+            continue
+        first = next(iter(failing_gaps(run)), None)
+        cell = MatrixCell(
+            precision=label(run),
+            column=run.key.label,
+            device=run.device,
+            status=run.status,
+            degenerate=degenerate_output(run, result.runs),
+            evidence=run.evidence,
+            further_inputs=run.further_inputs,
+            rel_l2=_digits(run.distance if run.training is None else None),
+            error=error_text(run) if run.rel_l2 is None or run.training else None,
+            time=_digits(speed(run, result.runs).time),
+            memory=_digits(memory_ratio(run, result.runs)),
+            gaps=missing_kernels(run),
+            first_gap=getattr(first, "op", None),
+            first_gap_kind=getattr(first, "kind", None),
+            first_gap_source=getattr(first, "source", None),
+            codes=sorted({finding.code for finding in result.diagnostics if finding.is_about(run)}),
+        )
+        cells.append(cell)
     about = {**result.environment, "torch": result.torch or None}
     return _row(
         request,
@@ -126,10 +150,10 @@ def row_of(result: ScanResult, request: Request, seconds: float, made_with: dict
         model=result.model.name,
         parameters=result.model.parameters,
         weights=result.model.weights,
-        codes=_codes(result, None),
+        codes=sorted({finding.code for finding in result.diagnostics if finding.precision is None}),
         inputs=result.model.inputs,
         environment={key: str(about[key]) for key in _ENVIRONMENT if about.get(key) is not None},
-        cells=[_cell(run, result) for run in result.runs if not run.is_reference],
+        cells=cells,
         recommended=_advice(result.recommendation),
     )
 
@@ -161,36 +185,6 @@ def _row(request: Request, seconds: float, made_with: dict[str, str], **outcome:
         made_with=made_with,
         **outcome,
     )
-
-
-def _cell(run: Run, result: ScanResult) -> MatrixCell:
-    time, memory = speed(run, result.runs).time, memory_ratio(run, result.runs)
-    first = next(iter(failing_gaps(run)), None)
-    return MatrixCell(
-        precision=label(run),
-        column=run.key.label,
-        device=run.device,
-        status=run.status,
-        degenerate=degenerate_output(run, result.runs),
-        evidence=run.evidence,
-        further_inputs=run.further_inputs,
-        rel_l2=_digits(run.distance if run.training is None else None),
-        error=error_text(run) if run.rel_l2 is None or run.training else None,
-        time=_digits(time),
-        memory=_digits(memory),
-        gaps=missing_kernels(run),
-        first_gap=getattr(first, "op", None),
-        first_gap_kind=getattr(first, "kind", None),
-        first_gap_source=getattr(first, "source", None),
-        codes=_codes(result, run),
-    )
-
-
-def _codes(result: ScanResult, run: Run | None) -> list[str]:
-    """The codes of the findings about ``run``, or about none: each once."""
-    if run is None:
-        return sorted({finding.code for finding in result.diagnostics if finding.precision is None})
-    return sorted({finding.code for finding in result.diagnostics if finding.is_about(run)})
 
 
 def _digits(value: float | None) -> float | None:
@@ -242,8 +236,18 @@ def scan_one(request: Request, limits: ScanLimits) -> ScanOutcome:
                 exit_code = next(event.exit_code for event in states if event.state != "running")
         finally:
             _running.discard(worker)
-        reason = _reason(exit_code, errors, limits)
-        json = _read(output) if reason is None else b""
+        json, reason = b"", None
+        if exit_code is None:
+            reason = f"timed out after {limits.seconds:.0f} s"
+        elif exit_code == 0:
+            json = _read(output)
+        elif exit_code < 0:
+            reason = describe_exit(exit_code, brief=True)
+        else:
+            # the last line that starts with ``error:``, or the last line on standard error
+            lines = [line.strip() for line in _read(errors).decode("utf-8", "replace").splitlines() if line.strip()]
+            messages = [line[len("error: ") :] for line in lines if line.lower().startswith("error: ")]
+            reason = (messages or lines or [describe_exit(exit_code, brief=True)])[-1][:500]
     return ScanOutcome(request, json, reason, system.monotonic() - started)
 
 
@@ -260,19 +264,6 @@ def end_running_scans() -> None:
     """Kill the scans that threads of this process run, and the workers they started."""
     for worker in list(_running):
         worker.end()
-
-
-def _reason(ended: int | None, errors: IO[bytes], limits: ScanLimits) -> str | None:
-    """The last line that starts with ``error:``, or the last line on standard error."""
-    if ended is None:
-        return f"timed out after {limits.seconds:.0f} s"
-    if ended == 0:
-        return None
-    if ended < 0:
-        return describe_exit(ended, brief=True)
-    lines = [line.strip() for line in _read(errors).decode("utf-8", "replace").splitlines() if line.strip()]
-    messages = [line[len("error: ") :] for line in lines if line.lower().startswith("error: ")]
-    return (messages or lines or [describe_exit(ended, brief=True)])[-1][:500]
 
 
 def _read(file: IO[bytes]) -> bytes:
