@@ -41,9 +41,8 @@ def cast_churn(result: ScanResult) -> Iterator[Finding]:
         if lines:
             [(source, most)], count = lines.most_common(1), lines.total()
             again = "{casts:of cast} repeated or undid an earlier cast of the same tensor"
-            message = chained(
-                say(again, casts=[count, len(casts)]), say_if(len(lines) > 1, "{here:number} of them here", here=most)
-            )
+            here = say_if(len(lines) > 1, "{here:number} of them here", here=most)
+            message = chained(say(again, casts=[count, len(casts)]), here)
             yield Finding(message, run, "", cast, source, calls=count)
 
 

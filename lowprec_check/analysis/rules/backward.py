@@ -8,9 +8,9 @@ from lowprec_check.analysis.rules.registry import Finding, line_of, rule
 from lowprec_check.analysis.rules.relevance import passing_elsewhere
 from lowprec_check.analysis.training_status import first_way, told, trained_runs
 from lowprec_check.schema.axes import device_type
-from lowprec_check.schema.scan_result import Run, ScanResult, Severity
-from lowprec_check.schema.statements import Sentence, chained, counted, say, say_if
-from lowprec_check.schema.training import ParameterGradient, TrainingWay
+from lowprec_check.schema.scan_result import ScanResult, Severity
+from lowprec_check.schema.statements import chained, counted, say, say_if
+from lowprec_check.schema.training import ParameterGradient
 from lowprec_check.schema.ways_to_train import DEFAULT_SCALE
 
 # A share of the elements of a gradient that is worth a finding.
@@ -71,7 +71,16 @@ def gradient_underflow(result: ScanResult) -> Iterator[Finding]:
             message = say(words, share=_mean_underflow(gradients), parameters=names)
             left = [(way, _mean_underflow(gradients, way.underflow or {})) for way in scaled]
             helps = next((way for way, share in left if share < UNDERFLOWS), None)
-            advice, added = _scaling(run, helps), None
+            # How to scale the loss, in the way that was tried.
+            does, start, needs, added = "try to scale", "", "", None
+            if helps is not None:
+                does = "scale"
+                if helps.initial_scale not in (None, DEFAULT_SCALE):
+                    start = f", init_scale={helps.initial_scale:.15g}"
+            if not run.is_autocast:
+                needs = ", with fp32 weights: under autocast, or as fp32 master weights"
+            code = f'torch.amp.GradScaler("{device_type(run.device)}"{start})'
+            advice = say(f"{does} the loss: {{code:text}}{needs}", code=code)
             if helps is not None and helps in usual:
                 added = say("training with {way:text} passes", way=helps.declared.words)
             elif left and helps is not left[0][0]:
@@ -83,19 +92,6 @@ def gradient_underflow(result: ScanResult) -> Iterator[Finding]:
             advice = chained(advice, passing_elsewhere(run, result), between=", or ")
             severity: Severity | None = "note" if helps in usual else None
             yield Finding(message, run, module, _GRADIENT, help=advice, severity=severity)
-
-
-def _scaling(run: Run, way: TrainingWay | None) -> Sentence:
-    """How to scale the loss, in the ``way`` that was tried."""
-    does, first, needs = "try to scale", "", ""
-    if way is not None:
-        does = "scale"
-        if way.initial_scale not in (None, DEFAULT_SCALE):
-            first = f", init_scale={way.initial_scale:.15g}"
-    if not run.is_autocast:
-        needs = ", with fp32 weights: under autocast, or as fp32 master weights"
-    code = f'torch.amp.GradScaler("{device_type(run.device)}"{first})'
-    return say(f"{does} the loss: {{code:text}}{needs}", code=code)
 
 
 def _mean_underflow(gradients: Sequence[ParameterGradient], scaled: Mapping[str, float] | None = None) -> float:
@@ -157,14 +153,13 @@ def gradient_not_finite(result: ScanResult) -> Iterator[Finding]:
         backward = (row for row in run.op_calls.rows() if row.phase == "backward")
         first = next((row for row in backward if row.introduced_nan or row.introduced_inf), None)
         if first is None:
-            module = wrong[0].parameter.rpartition(".")[0]
-            message = chained(message, say("no op of the analysis turns finite values into them"))
-            yield Finding(message, run, module, _GRADIENT, help=advice, severity=severity)
-            continue
-        what = "NaN" if first.introduced_nan else "Inf"
-        origin = say("{what:text} originates in {op:op}, whose inputs are finite", what=what, op=first.op)
-        message, source = chained(message, origin), line_of(first, result)
-        yield Finding(message, run, first.module, first.op, source, help=advice, severity=severity)
+            place = wrong[0].parameter.rpartition(".")[0], _GRADIENT, None
+            origin = say("no op of the analysis turns finite values into them")
+        else:
+            place = first.module, first.op, line_of(first, result)
+            what = "NaN" if first.introduced_nan else "Inf"
+            origin = say("{what:text} originates in {op:op}, whose inputs are finite", what=what, op=first.op)
+        yield Finding(chained(message, origin), run, *place, help=advice, severity=severity)
 
 
 @rule("LP509", "scaler-skips", "warning")

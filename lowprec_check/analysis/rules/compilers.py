@@ -54,15 +54,12 @@ def compiled_worse(result: ScanResult) -> Iterator[Finding]:
             message = say(f"{words} where eager and {{exact:text}} have numbers", **about, values=check.nonfinite)
         elif check.decisions:
             words = "{what:text} changes {compiled:of decision}{where:text} against {exact:text}"
-            compiled = [check.compiled_changed, check.decisions]
-            eager_changed = check.eager_changed
-            message = say(f"{words}; eager changes {{eager:number}}", **about, compiled=compiled, eager=eager_changed)
+            counts = {"compiled": [check.compiled_changed, check.decisions], "eager": check.eager_changed}
+            message = say(f"{words}; eager changes {{eager:number}}", **about, **counts)
         else:
             words = "the error of {what:text} against {exact:text} is {compiled:error}{where:text}"
-            compiled_error, eager_error = check.compiled_error, check.eager_error or 0.0
-            message = say(
-                f"{words}, that of eager {{eager:error}}", **about, compiled=compiled_error, eager=eager_error
-            )
+            errors = {"compiled": check.compiled_error, "eager": check.eager_error or 0.0}
+            message = say(f"{words}, that of eager {{eager:error}}", **about, **errors)
         advice = ""
         if check.culprit:
             advice = f"torch's bisection finds {check.culprit}; "
@@ -103,11 +100,8 @@ def backend_differs(result: ScanResult) -> Iterator[Finding]:
         if check.changed:
             words = "{values:names} {differ:text} after two calls than after two calls in eager mode"
             differ = "has other values" if len(check.changed) == 1 else "have other values"
-            message, advice = (
-                say(words, values=check.changed, differ=differ),
-                f"use eager mode, or report this to {project}",
-            )
-            yield Finding(message, run, help=advice, severity="error")
+            message = say(words, values=check.changed, differ=differ)
+            yield Finding(message, run, help=f"use eager mode, or report this to {project}", severity="error")
         for eager, other in check.dtypes:
             message = say("its output is {other:text}, that of eager mode {eager:text}", other=other, eager=eager)
             yield Finding(message, run, help=f"cast the output, or report this to {project}")

@@ -9,7 +9,7 @@ from lowprec_check.analysis.rules.relevance import recommended_instead
 from lowprec_check.analysis.training_status import first_way, told, trained_runs, way_text
 from lowprec_check.schema.scan_result import ScanResult, Severity
 from lowprec_check.schema.statements import Sentence, chained, say, say_if
-from lowprec_check.schema.training import Divergence, TrainingSetup, TrainingWay
+from lowprec_check.schema.training import Divergence, TrainingWay
 
 _UNSCALE = "Attempting to unscale FP16 gradients"
 
@@ -99,7 +99,19 @@ def training_diverges(result: ScanResult) -> Iterator[Finding]:
         way = first_way(run)
         if setup is None or way is None or way.status in ("ok", "error"):
             continue
-        message = _nonfinite(way, setup) if way.status == "nonfinite" else _outside(way.divergence)
+        # Where the loss, or else a weight, is not finite; else where the run leaves the range.
+        weights = "weights are NaN or Inf after step {step:number}, where fp32 is finite"
+        message = say(weights, step=way.failed_step or setup.steps)
+        if way.status != "nonfinite":
+            message = _outside(way.divergence)
+        elif way.skipped_steps and None not in way.losses and len(way.losses) <= setup.steps:
+            scales = "GradScaler skips step {step:number} with every scale: gradients are not finite"
+            message = say(scales, step=len(way.losses) + 1)
+        elif None in way.losses:
+            step, when = way.losses.index(None), "after"  # the loss after the last step is computed once more
+            if step + 1 <= setup.steps:
+                step, when = step + 1, "in"
+            message = say(f"the loss is NaN or Inf {when} step {{step:number}}, where fp32 is finite", step=step)
         module = None
         if way.divergence and way.divergence.parameter:
             module = way.divergence.parameter.rpartition(".")[0]
@@ -118,29 +130,14 @@ def training_diverges(result: ScanResult) -> Iterator[Finding]:
         yield Finding(message, run, module, help=advice, severity=severity)
 
 
-def _nonfinite(way: TrainingWay, setup: TrainingSetup) -> Sentence:
-    """Where the loss, or else a weight, is not finite."""
-    if way.skipped_steps and None not in way.losses and len(way.losses) <= setup.steps:
-        scales = "GradScaler skips step {step:number} with every scale: gradients are not finite"
-        return say(scales, step=len(way.losses) + 1)
-    if None in way.losses:
-        step, when = way.losses.index(None), "after"  # the loss after the last step is computed once more
-        if step + 1 <= setup.steps:
-            step, when = step + 1, "in"
-        return say(f"the loss is NaN or Inf {when} step {{step:number}}, where fp32 is finite", step=step)
-    weights = "weights are NaN or Inf after step {step:number}, where fp32 is finite"
-    return say(weights, step=way.failed_step or setup.steps)
-
-
 def _outside(divergence: Divergence | None) -> Sentence:
     """In which step the run leaves the range, and by how much."""
     if divergence is None:
         return say("the trajectory leaves the range of fp32 runs from other seeds")
     step, value, limit = divergence.step, divergence.value, divergence.limit
     if not step:
-        return say(
-            "the loss is outside the range of fp32 runs before the first step: off by {value:three}", value=value
-        )
+        before = "the loss is outside the range of fp32 runs before the first step"
+        return say(f"{before}: off by {{value:three}}", value=value)
     from_step, ends = "from step {step:number} on, ", "the limit is {limit:three}"
     if divergence.stands_still:
         still = f"{from_step}{{name:text}} has moved {{value:figure}} times as far as in fp32; {ends}"
@@ -190,14 +187,10 @@ def stale_autocast_cache(result: ScanResult) -> Iterator[Finding]:
         first, around = first_way(run), training.way("one-autocast")
         if first is None or around is None or first.status != "ok" or around.status not in ("inaccurate", "nonfinite"):
             continue
-        fails, passes = (
-            _course("in one autocast block around all steps", around),
-            _course("entered in each step", first),
-        )
+        in_one = "in one autocast block around all steps"
+        fails, message = _course(in_one, around), say(f"{in_one}, training fails")
         if fails:
-            message = chained(fails, passes)
-        else:
-            message = say("in one autocast block around all steps, training fails")
+            message = chained(fails, _course("entered in each step", first))
         yield Finding(message, run, help="enter autocast once per step, around the forward pass and the loss")
 
 

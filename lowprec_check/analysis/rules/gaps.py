@@ -36,17 +36,8 @@ def from_gaps(result: ScanResult, kind: GapKind, help: str | Callable[[Gap, Run]
             if not rests_on and run.evidence == "predicted":
                 rests_on = RAN_HERE
             message = chained(in_phase_of(gap.phase, say("{error:text}", error=gap.message)), continued)
-            yield Finding(
-                message,
-                run,
-                gap.module,
-                gap.op,
-                line_of(gap, result),
-                help=advice,
-                calls=gap.calls,
-                severity="note" if harmless else None,
-                rests_on=rests_on,
-            )
+            finding = Finding(message, run, gap.module, gap.op, line_of(gap, result), help=advice, calls=gap.calls)
+            yield finding._replace(severity="note" if harmless else None, rests_on=rests_on)
 
 
 def _advice(gap: Gap, run: Run, result: ScanResult, help: str | Callable[[Gap, Run], str]) -> str:
@@ -80,23 +71,20 @@ def or_autocast(gap: Gap, run: Run, result: ScanResult) -> str:
     tried = [other for other in tried_runs(result) if other.is_autocast]
     if not tried:
         return ", or try autocast"
-    reaching = [other for other in tried if _gets_past(gap, other)]
+    # Those that run the op without help, and fail for no other reason.
+    reaching = []
+    for other in tried:
+        # A function at the line of the op may be what calls it.
+        callers = [failed for failed in other.gaps if failed.layer == "function"]
+        stops = any(failed.op == gap.op for failed in other.gaps)
+        stops |= (gap.module, gap.source) in [(failed.module, failed.source) for failed in callers]
+        raises = other.status == "error" and not other.gaps  # what it raises is no missing kernel
+        is_wrong = other.status in ("inaccurate", "nonfinite") or raises or fails_elsewhere(other)
+        if not stops and not is_wrong and (other.complete or gap.op in other.op_calls.op):
+            reaching.append(other)
     reaching = [other for other in reaching if passes_all(other, result.runs)] or reaching
     if any(other.format == run.format for other in reaching):
         return ", or use autocast, where it runs"
     if reaching:
         return f", or use {reaching[0].key.label}, where it runs"
     return ""
-
-
-def _gets_past(gap: Gap, other: Run) -> bool:
-    """Whether ``other`` runs the op of ``gap`` without help, and fails for no other reason."""
-    for failed in other.gaps:
-        # A function at the line of the op may be what calls it.
-        is_caller = failed.layer == "function" and (failed.module, failed.source) == (gap.module, gap.source)
-        if failed.op == gap.op or is_caller:
-            return False
-    reached = other.complete or gap.op in other.op_calls.op
-    raises = other.status == "error" and not other.gaps  # what it raises is no missing kernel
-    is_wrong = other.status in ("inaccurate", "nonfinite") or raises or fails_elsewhere(other)
-    return reached and not is_wrong

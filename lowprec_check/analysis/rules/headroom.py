@@ -24,16 +24,12 @@ from lowprec_check.schema.statements import Sentence, chained, plain, say, say_i
 
 # A note if a value this many times as large would overflow.
 LITTLE_ROOM = 4.0
-
 # A note if this share of an op's non-zeros is below the smallest normal number.
 MANY_SUBNORMAL = 0.1
-
 # A warning needs a batch that exceeds the first by this factor, ...
 GROWTH = 1.5
-
 # ... and leaves less room than this factor, ...
 USED_UP = 2.0
-
 # ... or loses this share of an op's non-zeros.
 MOST_FLUSHED = 0.5
 
@@ -86,9 +82,30 @@ def little_headroom(result: ScanResult) -> Iterator[Finding]:
             message = chained(_with_others(grows, worse), that_passes(run))
             advice = wider_range(run, result, worst.module)
             yield Finding(message, run, worst.module, worst.op, worst.source, help=advice, severity="warning")
-        # The note is about the other places, so that no place is named twice.
-        parts, tightest = _summary([place for place, growth in grown if growth is None], wide)
-        if tightest is not None:
+        # The note is about the other places, so that no place is named twice: those near the top
+        # are listed by their room, those near the bottom by their share.
+        places = [place for place, growth in grown if growth is None]
+        tight = (place for place in places if place.room < LITTLE_ROOM and not place.overflows[0])
+        near = sorted(tight, key=lambda place: place.room)
+        small = sorted((place for place in places if place.small >= MANY_SUBNORMAL), key=lambda place: -place.small)
+        parts: list[Sentence] = []
+        if near:
+            worst, top = near[0], "largest value {largest:figure}, room for a factor of {room:figure} in {dtype:text}"
+            largest = say(top, largest=max(worst.largest), room=worst.room, dtype=worst.format.short)
+            parts.append(_with_others(largest, near))
+        if small:
+            worst, lost = small[0], max(small[0].flushed)
+            # The op is named unless it is the one that the finding is at.
+            named, of_op = dict[str, str](), ""
+            if near and worst is not near[0]:
+                named, of_op = {"op": worst.op, "module": worst.module}, "of {op:op} in {module:module} "
+            share, smallest, dtype = worst.small, worst.format.smallest_normal, worst.format.short
+            limit = "are below {smallest:limit}, the smallest normal number of {dtype:text}"
+            words = f"{{share:percent}} of the non-zeros in {wide} {of_op}{limit}"
+            below = say(words, share=share, smallest=smallest, dtype=dtype, **named)
+            zero = say_if(lost, "{lost:percent} become zero", lost=lost)
+            parts.append(_with_others(chained(below, zero, between=", "), small))
+        for tightest in [*near, *small][:1]:
             tried, check = len(tightest.largest), "check it on more inputs: --batches 8"
             if tried > 1:
                 check = "try the module in fp32 if it fails"
@@ -155,33 +172,6 @@ def _places(run: Run, result: ScanResult) -> Iterator[_Place]:
             largest, overflows = [0.0] * len(largest), [0] * len(largest)
         source = ranges.source or result.model.source
         yield _Place(ranges.module, ranges.op, source, written, largest, overflows, flushed, subnormal)
-
-
-def _summary(places: Sequence[_Place], wide: str) -> tuple[list[Sentence], _Place | None]:
-    """What is near the top and the bottom of the range, and the first op that this is about."""
-    # Those near the top are listed by their room, those near the bottom by their share.
-    tight = (place for place in places if place.room < LITTLE_ROOM and not place.overflows[0])
-    near = sorted(tight, key=lambda place: place.room)
-    small = sorted((place for place in places if place.small >= MANY_SUBNORMAL), key=lambda place: -place.small)
-    parts: list[Sentence] = []
-    if near:
-        worst = near[0]
-        top = "largest value {largest:figure}, room for a factor of {room:figure} in {dtype:text}"
-        largest = say(top, largest=max(worst.largest), room=worst.room, dtype=worst.format.short)
-        parts.append(_with_others(largest, near))
-    if small:
-        worst, lost = small[0], max(small[0].flushed)
-        # The op is named unless it is the one that the finding is at.
-        named, of_op = dict[str, str](), ""
-        if near and worst is not near[0]:
-            named, of_op = {"op": worst.op, "module": worst.module}, "of {op:op} in {module:module} "
-        share, smallest, dtype = worst.small, worst.format.smallest_normal, worst.format.short
-        limit = "are below {smallest:limit}, the smallest normal number of {dtype:text}"
-        words = f"{{share:percent}} of the non-zeros in {wide} {of_op}{limit}"
-        below = say(words, share=share, smallest=smallest, dtype=dtype, **named)
-        zero = say_if(lost, "{lost:percent} become zero", lost=lost)
-        parts.append(_with_others(chained(below, zero, between=", "), small))
-    return parts, next(iter([*near, *small]), None)
 
 
 def _with_others(first: Sentence, places: Sequence[object]) -> Sentence:

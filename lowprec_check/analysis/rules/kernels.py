@@ -9,7 +9,7 @@ from lowprec_check.analysis.rules.divergence import unscales_fp16
 from lowprec_check.analysis.rules.gaps import back, from_gaps, or_autocast
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
 from lowprec_check.analysis.rules.relevance import faster
-from lowprec_check.analysis.run_summary import failing_gaps, on_which_call
+from lowprec_check.analysis.run_summary import failing_gaps, on_which_call, reference_of
 from lowprec_check.analysis.speed import cores_were_used
 from lowprec_check.schema.axes import DEVICES, device_type
 from lowprec_check.schema.op_calls import PRODUCTS, fallback_of, seconds_killed
@@ -229,9 +229,24 @@ def slow_kernel(result: ScanResult) -> Iterator[Finding]:
     """
     eager = [run for run in low_runs(result) if run.is_low and (run.is_eager or run.latency_ms is not None)]
     # Where the scan does not know whether other programs used the cores, they may have.
-    is_unknown = result.timing_conditions is None and (not result.complete or result.options.get("times") == "off")
+    is_off = result.options.get("times") == "off"
+    is_unknown = result.timing_conditions is None and (not result.complete or is_off)
     shortest = WAIT_MS if is_unknown or cores_were_used(result.timing_conditions) else SHORT_MS
-    slow = [(run, _slow_ops(run, shortest) | _killed_ops(run, result)) for run in eager]
+    slow = [(run, _slow_ops(run, shortest)) for run in eager]
+    # The same for ops with a call that was ended for taking too long, if fp32 was timed.
+    reference = reference_of(result.runs)
+    for run, slow_ops in slow:
+        for op, reason in run.emulated.items():
+            here = 1e3 * (seconds_killed(reason) or 0.0)
+            rows = [row for other in result.runs for row in other.op_calls.rows() if row.op == op]
+            most = max((row.reference_ms for row in rows if row.reference_ms is not None), default=None)
+            all_of_it = None
+            if most is None and reference is not None:
+                most, all_of_it = reference.latency_ms, say("the time of all of fp32")
+            if not is_off and most and here > SLOW_RATIO * most:
+                slower = "more than {ratio:times} slower than in fp32: over {here:seconds} instead of {fp32:ms}"
+                message = say(slower, ratio=here / most, here=here / 1e3, fp32=most)
+                slow_ops[op] = (chained(message, all_of_it, between=", "), 1)
     for run, slow_ops in slow:
         for op, (message, calls) in slow_ops.items():
             formats = {other.format for other, ops in slow if op in ops and other.format}
@@ -274,26 +289,6 @@ def _slow_ops(run: Run, shortest: float) -> dict[str, tuple[Sentence, int]]:
     for op, (here, fp32) in sorted(slow.items(), key=lambda item: -item[1][0]):
         message = say(slower, ratio=here / max(fp32, 1e-6), here=here, fp32=fp32)
         answers[op] = (chained(message, where, between=", "), len(times[op]))
-    return answers
-
-
-def _killed_ops(run: Run, result: ScanResult) -> dict[str, tuple[Sentence, int]]:
-    """The same for ops with a call that was ended for taking too long, if fp32 was timed."""
-    answers: dict[str, tuple[Sentence, int]] = {}
-    if result.options.get("times") == "off":
-        return answers
-    whole = next((other.latency_ms for other in result.runs if other.is_reference), None)
-    for op, reason in run.emulated.items():
-        here = 1e3 * (seconds_killed(reason) or 0.0)
-        rows = [row for other in result.runs for row in other.op_calls.rows() if row.op == op]
-        most = max((row.reference_ms for row in rows if row.reference_ms is not None), default=None)
-        all_of_it = None
-        if most is None:
-            most, all_of_it = whole, say("the time of all of fp32")
-        if most and here > SLOW_RATIO * most:
-            slower = "more than {ratio:times} slower than in fp32: over {here:seconds} instead of {fp32:ms}"
-            message = say(slower, ratio=here / most, here=here / 1e3, fp32=most)
-            answers[op] = (chained(message, all_of_it, between=", "), 1)
     return answers
 
 
