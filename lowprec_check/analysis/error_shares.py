@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from lowprec_check.schema.measures import MATTERS, BlamedFor, ErrorBudget, ModuleShare, RangeTrial, Share
 from lowprec_check.schema.module_paths import is_inside, paths_above
-from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.statements import Sentence, say
 
@@ -159,7 +158,9 @@ def main_causes(run: Run, most: int) -> list[PartShare]:
             least = max(MATTERS, CHANCE * budget.spread)
         if worth < least or any(is_inside(part.name, other.name) for other in chosen):
             continue
-        if not _is_submodule(part.name, run):  # no submodule in fp32 avoids it
+        # no submodule in fp32 avoids it; an older file does not say which were called
+        is_likely = not run.called_modules and part.name not in ("", BETWEEN)
+        if part.name not in run.called_modules and not is_likely:
             share = min(part.share, max(0.0, 1.0 - total)) if total else part.share
             chosen.append(part._replace(share=share))
             continue
@@ -187,13 +188,6 @@ def main_causes(run: Run, most: int) -> list[PartShare]:
         if cause.share >= least:
             chosen.append(cause)
     return sorted(chosen, key=lambda part: -part.share)
-
-
-def _is_submodule(name: str, run: Run) -> bool:
-    """Whether a part is a submodule; an older file does not say which were called."""
-    if run.called_modules:
-        return name in run.called_modules
-    return name not in ("", BETWEEN)
 
 
 def _ranked(run: Run, tried: Mapping[str, ModuleShare]) -> list[tuple[PartShare, float]]:
@@ -283,30 +277,23 @@ def blamed_modules(run: Run) -> BlamedModules | None:
         if share >= LEAST_SHARE:
             return BlamedModules(modules, "share", run.rel_l2 * math.sqrt(max(0.0, 1.0 - share)))
     # without a budget: what spoils the output, then what range trials show, then the tolerance
-    faulty = _outermost(row.module for row in run.op_calls.rows() if row.spoils_output)
+    rows = list(run.op_calls.rows())
+    faulty = _outermost(row.module for row in rows if row.spoils_output)
     called = tuple(path for path in faulty if path in run.called_modules)
     if called:
         return BlamedModules(called, "nonfinite", None)
     harmful = _outermost(trial.module for trial in harmful_trials(run) if trial.module in run.called_modules)
     if harmful:
         return BlamedModules(harmful, "range", None)
-    first = _first_over_tolerance(run)
-    if first and first.module in run.called_modules:
-        return BlamedModules((first.module,), "tolerance", None)
-    return None
-
-
-def _first_over_tolerance(run: Run) -> OpCall | None:
-    """The first op call over the tolerance; ``None`` if the budget or an Inf or NaN explains it."""
+    # the first op over the tolerance, unless the budget or an Inf or NaN explains the error
     shares, leaving = place_shares(run), leaving_shares(run)
-    rows = list(run.op_calls.rows())
-    if any(row.spoils_output for row in rows):
-        return None
     sums = (shares[row.place].share + leaving.get(row.place, 0.0) for row in rows if row.place in shares)
-    if trusted_budget(run) is not None and max(sums, default=0.0) >= MATTERS:
-        return None
-    over = (row for row in rows if run.tolerance and (row.accumulated_error or 0.0) > run.tolerance)
-    return next(over, None)
+    is_explained = bool(faulty) or (budget is not None and max(sums, default=0.0) >= MATTERS)
+    over = (row.module for row in rows if run.tolerance and (row.accumulated_error or 0.0) > run.tolerance)
+    first = next(over, None)
+    if first is not None and first in run.called_modules and not is_explained:
+        return BlamedModules((first,), "tolerance", None)
+    return None
 
 
 def harmful_trials(run: Run) -> list[RangeTrial]:

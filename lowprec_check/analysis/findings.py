@@ -149,6 +149,11 @@ def group_of(members: Sequence[Diagnostic]) -> FindingGroup:
         said.setdefault((words(d.sentence), d.advice and words(d.advice), d.severity), []).append(d)
         if d.module is not None or d.source:
             places.setdefault((d.module, d.source), []).append(d)
+    messages = []
+    for found in said.values():
+        advice = [d.advice for d in found if d.advice]
+        text, to_do = joined([d.sentence for d in found]), joined(advice) if advice else None
+        messages.append(Message(_runs(found), text, to_do, found[0].severity, found))
     return FindingGroup(
         code=first.code,
         name=first.name,
@@ -156,7 +161,7 @@ def group_of(members: Sequence[Diagnostic]) -> FindingGroup:
         op=first.op,
         runs=_runs(members),
         short_runs=list(dict.fromkeys(short(d.precision, d) for d in members if d.precision)),
-        messages=list(map(_message, said.values())),
+        messages=messages,
         places=[FindingPlace(module, source, _runs(found)) for (module, source), found in places.items()],
         harmless=all(map(is_harmless, members)),
         matters=any(d.matters for d in members),
@@ -165,14 +170,6 @@ def group_of(members: Sequence[Diagnostic]) -> FindingGroup:
         size=len(members),
         calls=sum(d.calls for d in members),
     )
-
-
-def _message(found: Sequence[Diagnostic]) -> Message:
-    """The message of findings with the same words, in which figures may differ."""
-    advice = None
-    if found[0].advice:
-        advice = joined([d.advice for d in found if d.advice])
-    return Message(_runs(found), joined([d.sentence for d in found]), advice, found[0].severity, found)
 
 
 def _runs(members: Iterable[Diagnostic]) -> list[str]:

@@ -160,16 +160,6 @@ class PredictedError:
         If there is none: one that gets nearly as low as any; another analysis must tell how to
         continue.
         """
-        best, left = self._best_sets(kept), self._square(kept)
-        lowest = left - best[-1].removed
-        wanted = goal**2
-        if not lowest <= wanted:  # no set reaches the goal: another analysis must say how to continue
-            wanted = lowest + (left - lowest) / LARGEST_STEP
-        chosen = next(each for each in best if left - each.removed <= wanted or each is best[-1])
-        return self._tree.normalized([*kept, *chosen.paths])
-
-    def _best_sets(self, kept: Keep) -> list[_Set]:
-        """The best set for each number of leaves, the empty one first (dynamic programming)."""
         # leaves inside kept modules cost nothing more
         around, free = frozenset(kept), self._tree.leaves(kept)
         # only modules with something to remove, so that the search is short
@@ -182,6 +172,7 @@ class PredictedError:
                 path = above
 
         def below(path: str) -> list[_Set]:
+            """The best set for each number of leaves, the empty one first: dynamic programming."""
             best = [_Set(0, 0.0, ())]
             for child in inside.get(path, []):
                 # either the child as a whole, or a set below it
@@ -197,7 +188,13 @@ class PredictedError:
                 best = list(_undominated(sums))
             return best
 
-        return below("")
+        best, left = below(""), self._square(kept)
+        lowest = left - best[-1].removed
+        wanted = goal**2
+        if not lowest <= wanted:  # no set reaches the goal: another analysis must say how to continue
+            wanted = lowest + (left - lowest) / LARGEST_STEP
+        chosen = next(each for each in best if left - each.removed <= wanted or each is best[-1])
+        return self._tree.normalized([*kept, *chosen.paths])
 
 
 class _Set(NamedTuple):

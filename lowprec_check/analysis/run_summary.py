@@ -200,24 +200,17 @@ def is_cast(run: Run) -> bool:
 
 def failing_gaps(run: Run) -> list[Gap]:
     """The gaps by which ``run`` may fail; none if the model catches all."""
-    if _catches_all(run):
-        return []
+    raised, again, first = run.exception, run.stopped_by, 0
+    # it catches all if the exception is no gap's, and also occurs where gaps are computed in fp32:
+    # the same, or one of the same kind from the same line
+    if raised is not None and again is not None and not any(gap.message in raised.message for gap in run.gaps):
+        is_same_line = raised.source is not None and (raised.type, raised.source) == (again.type, again.source)
+        if raised == again or is_same_line:
+            return []
     # the model catches those before the one that raises; a backend casts around some ops itself
-    raised = None
-    if run.exception is not None and not run.failed_call:
-        raised = run.exception.message
-    first = next((number for number, gap in enumerate(run.gaps) if gap.message == raised), 0)
+    if raised is not None and not run.failed_call:
+        first = next((number for number, gap in enumerate(run.gaps) if gap.message == raised.message), 0)
     return [gap for gap in run.gaps[first:] if not gap.is_between_casts]
-
-
-def _catches_all(run: Run) -> bool:
-    """Whether the exception is no gap's, and also occurs where gaps are computed in fp32."""
-    raised, again = run.exception, run.stopped_by
-    if raised is None or again is None or any(gap.message in raised.message for gap in run.gaps):
-        return False
-    # the same exception, or one of the same kind from the same line
-    is_same_line = raised.source is not None and (raised.type, raised.source) == (again.type, again.source)
-    return raised == again or is_same_line
 
 
 def never_called(runs: Sequence[Run]) -> list[str]:

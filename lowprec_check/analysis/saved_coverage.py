@@ -216,12 +216,19 @@ def updated(saved: Coverage, run: Coverage, removed: Collection[str] = (), look_
         assert one is not None
         support = {}
         for dtype in run.dtypes:
-            then = today = None
+            # of the calls of this run, and of those of tests that it did not complete
+            cells, then = [here.support[dtype]] if here else [], None
             if was:
                 then = was.support.get(dtype, AtenSupport(state=None))
-            if was and stays:
-                today = look_up(was, dtype) if look_up else then
-            support[dtype] = _worst(here.support[dtype] if here else None, today, then)
+            if was and then and stays:
+                cells.append(look_up(was, dtype) if look_up else then)
+            # what was known before counts too if a call was tried for it, and none was for what the
+            # catalog does not know today: a process that crashes takes its calls with it
+            tried = any(cell.tried_here for cell in cells)
+            is_open = all(cell.tried_here or cell.state in (None, "some") for cell in cells)
+            if then and then.tried_here and (stays or not tried) and is_open:
+                cells.append(then)
+            support[dtype] = min(cells, key=lambda cell: (not cell.applies, FROM_WORST.index(cell.state)))
         numbers, lines = one.numbers, one.sources
         if other:
             numbers, lines = stronger(numbers, other.numbers), lines or other.sources
@@ -239,18 +246,3 @@ def updated(saved: Coverage, run: Coverage, removed: Collection[str] = (), look_
         kept=sorted((stay & incomplete.keys()) - saved.never_complete),
         ops=[msgspec.structs.replace(use, tests=by_key[use.key]) for use in uses],
     )
-
-
-def _worst(here: AtenSupport | None, stays: AtenSupport | None, then: AtenSupport | None) -> AtenSupport:
-    """The worst support of an operator: of the calls of this run, and ``stays`` of those of tests
-    that it did not complete.
-
-    ``then`` is what was known before. It counts too if a call was tried for it and none was for
-    what the catalog does not know today: a process that crashes takes its calls with it.
-    """
-    cells = [cell for cell in (here, stays) if cell is not None]
-    tried = any(cell.tried_here for cell in cells)
-    is_open = all(cell.tried_here or cell.state in (None, "some") for cell in cells)
-    if then and then.tried_here and (stays or not tried) and is_open:
-        cells.append(then)
-    return min(cells, key=lambda cell: (not cell.applies, FROM_WORST.index(cell.state)))

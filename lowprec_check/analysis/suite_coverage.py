@@ -224,13 +224,19 @@ def diff_coverages(old: Coverage, new: Coverage) -> CoverageDiff:
         }
     worse = [_change(before.get(use.key), use, stable.get(use.key, both), new, 1) for use in new.ops]
     better = [_change(use, after.get(use.key), stable.get(use.key, both), old, -1) for use in old.ops]
-    # what a test without a complete run shows may be old, or may only seem to be gone
-    first = [
-        change
-        for use, change in zip(new.ops, worse, strict=True)
-        if change and _may_be_old(change, use, before.get(use.key), old.never_complete)
-    ]
-    not_run = [change for change in better if change and _rests_on_calls(change) and not whole.issuperset(change.tests)]
+    # a gap may be old if it rests on a test of which the old coverage has no complete run
+    first, missed = [], old.never_complete
+    for use, change in zip(new.ops, worse, strict=True):
+        if change is None:
+            continue
+        was = before.get(use.key)
+        shows = was and all(use.support[key].tried_here or not was.support[key].applies for key in change.precisions)
+        if missed.issuperset(change.tests) or (shows and not missed.isdisjoint(change.tests)):
+            first.append(change)
+    # it may only seem to be gone if no test made the call that failed
+    is_open = {"unused", "inapplicable", "unknown"}
+    lost = [change for change in better if change and not whole.issuperset(change.tests)]
+    not_run = [change for change in lost if is_open.issuperset(cell.new for cell in change.precisions.values())]
     ops_before, ops_after = ({use.op for use in side.ops} for side in (old, new))
     return CoverageDiff(
         old=_side(old),
@@ -280,19 +286,6 @@ def _change(old: OpUse | None, new: OpUse | None, keys: Sequence[str], side: Cov
         reason=reason_of(use.support[key]),
         fix=fix_of(use, advised, side) if sign > 0 else None,
     )
-
-
-def _may_be_old(change: GapChange, use: OpUse, was: OpUse | None, never_complete: set[str]) -> bool:
-    """Whether a gap rests on a test of which the old coverage has no complete run."""
-    shows = was is not None and all(
-        use.support[key].tried_here or not was.support[key].applies for key in change.precisions
-    )
-    return never_complete.issuperset(change.tests) or (shows and not never_complete.isdisjoint(change.tests))
-
-
-def _rests_on_calls(change: GapChange) -> bool:
-    """Whether a gap may only seem gone: no test made the call that failed."""
-    return all(cell.new in ("unused", "inapplicable", "unknown") for cell in change.precisions.values())
 
 
 def _side(found: Coverage) -> CoverageSide:

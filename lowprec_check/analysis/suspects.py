@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 from lowprec_check.analysis.error_shares import trusted_budget
 from lowprec_check.analysis.predicted_error import Causes
 from lowprec_check.analysis.run_summary import failing_gaps, shorten
-from lowprec_check.schema.measures import MATTERS
+from lowprec_check.schema.measures import MATTERS, Share
 from lowprec_check.schema.module_paths import is_inside, module_around
 from lowprec_check.schema.op_calls import PRODUCTS, OpCall
 from lowprec_check.schema.plan import Blame, Constant
@@ -183,9 +183,14 @@ def _by_module(found: Iterable[Located], kept: Collection[str]) -> defaultdict[s
 
 def _largest_cause(module: str, runs: Sequence[Run]) -> Blame | None:
     """The largest share inside ``module``, from the first budget in which it matters."""
-    # an error that is tolerated is not why the module is needed, if ops fail too
-    budgets = [None if failing_gaps(run) and _is_accurate(run) else trusted_budget(run) for run in runs]
-    shares = [[s for s in budget.shares if is_inside(s.module, module)] if budget else [] for budget in budgets]
+    shares: list[list[Share]] = []
+    for run in runs:
+        budget, inside = trusted_budget(run), list[Share]()
+        # an error that is tolerated is not why the module is needed, if ops fail too
+        limit = run.tolerance if failing_gaps(run) else None
+        if budget is not None and (limit is None or budget.measured is None or not budget.measured <= limit):
+            inside = [share for share in budget.shares if is_inside(share.module, module)]
+        shares.append(inside)
     sums = [sum(share.share for share in inside) for inside in shares]
     largest = max(range(len(sums)), key=sums.__getitem__, default=None)
     index = next((index for index, total in enumerate(sums) if total >= MATTERS), largest)
@@ -200,12 +205,6 @@ def _largest_cause(module: str, runs: Sequence[Run]) -> Blame | None:
         return Blame(module=module, why=why, op=cause.op, source=cause.source)
     at = fill(" at {}", cause.source)
     return Blame(module=module, why=f"{why}, {percent(cause.share)} from {short_op(cause.op)}{at}")
-
-
-def _is_accurate(run: Run) -> bool:
-    if run.budget is None or run.budget.measured is None or run.tolerance is None:
-        return False
-    return run.budget.measured <= run.tolerance
 
 
 def at_fault(run: Run, module: str) -> Blame | None:

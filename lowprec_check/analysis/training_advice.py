@@ -215,7 +215,14 @@ def _best(result: ScanResult, environment: Mapping[str, Any], prefer: Prefer) ->
     setup, trained = result.training, [run for run in candidates(result.runs) if run.status != "skipped"]
     ways = [Trained(run, way) for run in trained for way in passing_ways(run)]
     first = {found.run.key: found for found in ways if found.is_first}
-    smaller = _smaller_than_plans(ways)
+    order, usual = WAYS.names(), [found for found in ways if found.is_first]
+    known = [found for found in ways if found.way.name in order and not found.way.declared.is_trap]
+    # where only plans pass the usual way: other ways of whole models that take less memory
+    peaks = [found.run.peak_memory_bytes for found in usual if found.run.keep_fp32 and found.run.peak_memory_bytes]
+    smaller = []
+    if peaks and len(peaks) == len(usual):
+        whole = [found for found in known if not found.run.keep_fp32]
+        smaller = [found for found in whole if (found.way.peak_memory_bytes or math.inf) < min(peaks)]
     if first and not smaller:
         runs = [found.run for found in first.values()]
         if prefer == "speed":
@@ -232,30 +239,18 @@ def _best(result: ScanResult, environment: Mapping[str, Any], prefer: Prefer) ->
         if (other.skipped_steps, not keeps_more) < (way.skipped_steps, True):
             return Trained(run, other)
         return first[best.key]
-    order = WAYS.names()
 
     def rank(found: Trained) -> tuple[bool, int]:
         """Autocast before casts, then the order of the ways."""
         return not keeps_weights(found.run), order.index(found.way.name)
 
-    ways = smaller or [found for found in ways if found.way.name in order and not found.way.declared.is_trap]
+    ways = smaller or known
     if not ways:
         return None
     least = min(map(rank, ways))
     best_ways = {found.run.key: found for found in ways if rank(found) == least}
     runs = [found.run for found in best_ways.values()]
     return best_ways[best_of(runs, runs, environment, "accuracy", lambda run: best_ways[run.key].distance).key]
-
-
-def _smaller_than_plans(ways: Sequence[Trained]) -> list[Trained]:
-    """Where only plans pass the usual way: other ways of whole models that take less memory."""
-    first = [found for found in ways if found.is_first]
-    peaks = [found.run.peak_memory_bytes for found in first if found.run.keep_fp32 and found.run.peak_memory_bytes]
-    if not peaks or len(peaks) < len(first):
-        return []
-    known = WAYS.names()
-    others = [its for its in ways if not its.run.keep_fp32 and its.way.name in known and not its.way.declared.is_trap]
-    return [found for found in others if (found.way.peak_memory_bytes or math.inf) < min(peaks)]
 
 
 def keeps_weights(run: Run) -> bool:

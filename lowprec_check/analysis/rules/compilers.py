@@ -54,8 +54,9 @@ def compiled_worse(result: ScanResult) -> Iterator[Finding]:
             message = say(f"{words} where eager and {{exact:text}} have numbers", **about, values=check.nonfinite)
         elif check.decisions:
             words = "{what:text} changes {compiled:of decision}{where:text} against {exact:text}"
-            counts = {"compiled": [check.compiled_changed, check.decisions], "eager": check.eager_changed}
-            message = say(f"{words}; eager changes {{eager:number}}", **about, **counts)
+            words += "; eager changes {eager:number}"
+            compiled = [check.compiled_changed, check.decisions]
+            message = say(words, **about, compiled=compiled, eager=check.eager_changed)
         else:
             words = "the error of {what:text} against {exact:text} is {compiled:error}{where:text}"
             errors = {"compiled": check.compiled_error, "eager": check.eager_error or 0.0}
