@@ -55,14 +55,27 @@ def diff_scans(old: ScanResult, new: ScanResult) -> ScanDiff:
     pairs = [(before.get(key), after.get(key)) for key in dict.fromkeys([*after, *before])]
     changes: list[ScanChange] = []
     for was, is_now in pairs:
-        if was is None or is_now is None:
-            changes += _only_one(was, is_now, old, new)
-        else:
+        if was is not None and is_now is not None:
             changes += _changes(was, is_now, old, new)
-    changes += _recommendation(old, new)
+        elif is_now is not None:
+            status, what = effective_status(is_now, new.runs), "not in the old scan"
+            changes.append(ScanChange(kind="run", direction="other", run=label(is_now), what=what, new=status))
+        elif was is not None:
+            changes.append(_missing(was, old, new))
+    recommended, recommends = _recommended(old), _recommended(new)
+    if recommended != recommends:
+        untried = old.recommendation is not None and not _was_asked(old.recommendation, new)
+        direction: Direction = "other"
+        if recommends is None and not untried:
+            direction = "worse"
+        elif recommended is None:
+            direction = "better"
+        what = f"the recommendation changed{': the new scan did not run the old one' if untried else ''}"
+        sides = {"old": recommended or "none", "new": recommends or "none"}
+        changes.append(ScanChange(kind="recommendation", direction=direction, run="", what=what, **sides))
     if old.evidence != new.evidence:  # one side did not run: the prediction may be wrong
-        sides = f" ({old.evidence} before, {new.evidence} now)"
-        changes = [msgspec.structs.replace(change, what=f"{change.what}{sides}") for change in changes]
+        known_from = f" ({old.evidence} before, {new.evidence} now)"
+        changes = [msgspec.structs.replace(change, what=f"{change.what}{known_from}") for change in changes]
     order = {"worse": 0, "better": 1, "other": 2}
     changes.sort(key=lambda change: order[change.direction])
     return ScanDiff(
@@ -118,23 +131,19 @@ def _side(result: ScanResult) -> DiffSide:
 # -- what changed
 
 
-def _only_one(before: Run | None, after: Run | None, old: ScanResult, new: ScanResult) -> Iterator[ScanChange]:
+def _missing(run: Run, old: ScanResult, new: ScanResult) -> ScanChange:
     """A missing run is worse if it passed before and was requested now: it may fail."""
-    if after is not None:
-        status = effective_status(after, new.runs)
-        yield ScanChange(kind="run", direction="other", run=label(after), what="not in the old scan", new=status)
-    elif before is not None:
-        status, asked, why = effective_status(before, old.runs), _was_asked(before, new), ""
-        if before.base is not None and new.plan is not None:
-            why = ": the plan is another one"
-        elif before.base is not None:
-            why = ": no plan was made"
-        elif not asked:
-            why = ": not requested"
-        is_lost = status == "ok" and asked and before.base is None
-        direction: Direction = "worse" if is_lost else "other"
-        what = f"missing from the new scan{why}"
-        yield ScanChange(kind="run", direction=direction, run=label(before), what=what, old=status)
+    status, asked, why = effective_status(run, old.runs), _was_asked(run, new), ""
+    if run.base is not None and new.plan is not None:
+        why = ": the plan is another one"
+    elif run.base is not None:
+        why = ": no plan was made"
+    elif not asked:
+        why = ": not requested"
+    is_lost = status == "ok" and asked and run.base is None
+    direction: Direction = "worse" if is_lost else "other"
+    what = f"missing from the new scan{why}"
+    return ScanChange(kind="run", direction=direction, run=label(run), what=what, old=status)
 
 
 def _was_asked(run: Run | Recommendation, result: ScanResult) -> bool:
@@ -155,17 +164,23 @@ def _changes(before: Run, after: Run, old: ScanResult, new: ScanResult) -> Itera
         fails = why_not(after, new.runs)
         what = fails.sentence.text if fails else "passes now"
         yield ScanChange(kind="status", direction=direction, run=label(after), what=what, old=was, new=is_now)
-    # another exception without another gap: the model fails otherwise
-    gaps = list(_gaps(before, after))
+    # new and fixed failures, a change per op; matched without lines and indices, which move
+    failed, failing = (
+        {(gap.op, gap.kind, gap.phase, stable_path(gap.module), file_of(gap.source)): gap for gap in failing_gaps(run)}
+        for run in (before, after)
+    )
+    state: tuple[Direction, str] = ("worse", "new") if was_checked(before) else ("other", "not checked before")
+    gaps = list(_gap_changes(after, [gap for place, gap in failing.items() if place not in failed], *state))
+    if was_checked(after):
+        fixed = [gap for place, gap in failed.items() if place not in failing]
+        gaps += _gap_changes(before, fixed, "better", "fixed")
     yield from gaps
+    # another exception without another gap: the model fails otherwise
     raised = [run.exception and without_numbers(run.exception.text) for run in (before, after)]
     if was == is_now == "error" and raised[0] != raised[1] and not gaps:
-        reasons = [
-            fails.sentence.text
-            for run, runs in ((after, new.runs), (before, old.runs))
-            if (fails := why_not(run, runs))
-        ]
-        yield ScanChange(kind="status", direction="other", run=label(after), what="; before: ".join(reasons))
+        reasons = filter(None, (why_not(after, new.runs), why_not(before, old.runs)))
+        what = "; before: ".join(fails.sentence.text for fails in reasons)
+        yield ScanChange(kind="status", direction="other", run=label(after), what=what)
     # errors are of the same output
     same_output = before.compared_module == after.compared_module and before.output_is_zero == after.output_is_zero
     same_output = same_output and before.training is after.training is None  # else it is that of the first step
@@ -204,17 +219,15 @@ def _training(before: Run, after: Run) -> Iterator[ScanChange]:
     direction: Direction
     if lost is not None and loses is not None and abs(loses - lost) >= LOST:
         direction, how = ("worse", "more") if loses > lost else ("better", "fewer")
-        what, shares = f"rounding loses {how} updates of weights", (percent(lost), percent(loses))
-        yield ScanChange(kind="error", direction=direction, run=label(after), what=what, old=shares[0], new=shares[1])
+        what, shares = f"rounding loses {how} updates of weights", {"old": percent(lost), "new": percent(loses)}
+        yield ScanChange(kind="error", direction=direction, run=label(after), what=what, **shares)
     # the first way is what the status of the run says; a trap is never advised
     for way in after.training.ways:
         earlier, is_other = before.training.way(way.name), way is not is_now and not way.declared.is_trap
         if earlier is not None and is_other and (earlier.status == "ok") != (way.status == "ok"):
             direction, how = ("better", "passes now") if way.status == "ok" else ("worse", "passes no longer")
-            what, sides = f"{way.declared.words}: {how}", (earlier.status, way.status)
-            yield ScanChange(
-                kind="status", direction=direction, run=label(after), what=what, old=sides[0], new=sides[1]
-            )
+            what, sides = f"{way.declared.words}: {how}", {"old": earlier.status, "new": way.status}
+            yield ScanChange(kind="status", direction=direction, run=label(after), what=what, **sides)
 
 
 def _elsewhere(before: Run, after: Run) -> Iterator[ScanChange]:
@@ -222,7 +235,7 @@ def _elsewhere(before: Run, after: Run) -> Iterator[ScanChange]:
     failed, fails = passes_but(before), passes_but(after)
     if (failed is None) == (fails is None):
         return
-    tried, tries = _inputs_tried(before), _inputs_tried(after)
+    tried, tries = (run.further_inputs.tried if run.further_inputs else 0 for run in (before, after))
     # more inputs find more failures: that alone is no change of the model
     direction: Direction = "other"
     if fails is not None and tried >= tries:
@@ -234,24 +247,6 @@ def _elsewhere(before: Run, after: Run) -> Iterator[ScanChange]:
         passes = f"passes on {counted(number, 'further input')}" if number else "passes"
         sides.append(why.text if why is not None else passes)
     yield ScanChange(kind="status", direction=direction, run=label(after), what="; before: ".join(sides))
-
-
-def _inputs_tried(run: Run) -> int:
-    if run.further_inputs is None:
-        return 0
-    return run.further_inputs.tried
-
-
-def _gaps(before: Run, after: Run) -> Iterator[ScanChange]:
-    """New and fixed failures, a change per op; matched without lines and indices, which move."""
-    was, is_now = (
-        {(gap.op, gap.kind, gap.phase, stable_path(gap.module), file_of(gap.source)): gap for gap in failing_gaps(run)}
-        for run in (before, after)
-    )
-    new: tuple[Direction, str] = ("worse", "new") if was_checked(before) else ("other", "not checked before")
-    yield from _gap_changes(after, [gap for place, gap in is_now.items() if place not in was], *new)
-    if was_checked(after):
-        yield from _gap_changes(before, [gap for place, gap in was.items() if place not in is_now], "better", "fixed")
 
 
 def _gap_changes(run: Run, gaps: list[Gap], direction: Direction, state: str) -> Iterator[ScanChange]:
@@ -304,21 +299,6 @@ def _moved(
 
 def _compared(what: str, ratio: float, more: str, less: str) -> str:
     return say(f"{what} {more if ratio > 1 else less}", times=max(ratio, 1 / ratio)).text
-
-
-def _recommendation(old: ScanResult, new: ScanResult) -> Iterator[ScanChange]:
-    was, is_now = _recommended(old), _recommended(new)
-    if was != is_now:
-        best = old.recommendation
-        untried = best is not None and not _was_asked(best, new)
-        direction: Direction = "other"
-        if is_now is None and not untried:
-            direction = "worse"
-        elif was is None:
-            direction = "better"
-        what = f"the recommendation changed{': the new scan did not run the old one' if untried else ''}"
-        sides = was or "none", is_now or "none"
-        yield ScanChange(kind="recommendation", direction=direction, run="", what=what, old=sides[0], new=sides[1])
 
 
 def _recommended(result: ScanResult) -> str | None:

@@ -66,9 +66,8 @@ def shown_path(path: Path) -> str:
 def change_of(site: Site, fix: SourceFix, beside: Iterable[SourceFix] = ()) -> SourceChange:
     """The lines of one change; a cast that one ``beside`` it undoes is not named."""
     stays = fix.back is not None and any(fix.back[0] in other.widened for other in beside)
-    old, new = (
-        lines_of(text).texts for text in (site.source.text, edited(site.source.text, compose(site.source, [fix])))
-    )
+    changed = edited(site.source.text, compose(site.source, [fix]))
+    old, new = lines_of(site.source.text).texts, lines_of(changed).texts
     # all lines from the first to the last that differ
     blocks = [b for b in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes() if b[0] != "equal"]
     first, last = (blocks[0], blocks[-1]) if blocks else (("", 0, 0, 0, 0),) * 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -117,15 +117,10 @@ class OwnFiles:
 
     def __init__(self, target: str) -> None:
         self._folder = Path(target.partition(":")[0]).parent
-        self._known: dict[str, SourceText | str] = {}
+        self._known: dict[Path, SourceText | str] = {}
 
     def find(self, shown: str) -> SourceText | str:
         """The file that reports call ``shown``, or why it is left alone."""
-        if shown not in self._known:
-            self._known[shown] = self._read(shown)
-        return self._known[shown]
-
-    def _read(self, shown: str) -> SourceText | str:
         if shown.startswith("<"):
             return "the code is made at run time"
         path = next((p for p in (Path(shown), self._folder / shown) if p.is_file()), None)
@@ -134,21 +129,26 @@ class OwnFiles:
         path = path.resolve()
         if "site-packages" in path.parts or "dist-packages" in path.parts:
             return "the file is in an installed package"
-        # reports may name one file in two ways
-        for source in self._known.values():
-            if isinstance(source, SourceText) and source.path == path:
-                return source
-        try:
-            return SourceText(path)
-        except (OSError, SyntaxError, ValueError) as error:
-            return f"its file cannot be parsed: {error}"
+        # by its path, as reports may name one file in two ways
+        if path not in self._known:
+            try:
+                self._known[path] = SourceText(path)
+            except (OSError, SyntaxError, ValueError) as error:
+                self._known[path] = f"its file cannot be parsed: {error}"
+        return self._known[path]
 
 
 def culprits(run: Run) -> list[Culprit]:
     """The op calls that may be why ``run`` fails, in the order in which they ran."""
-    rows = [row for row in run.op_calls.rows() if row.is_forward]
+    rows, found = [row for row in run.op_calls.rows() if row.is_forward], list[Culprit]()
     if run.status in ("error", "crashed", "timeout") and failing_gaps(run):
-        return list(_failing(run, rows))
+        # the gaps, at each of the op calls that shows one; what fails above dispatch has none
+        for gap in failing_gaps(run):
+            calls = [row for row in rows if row.place == gap.place and row.outcome != "ok"]
+            calls = calls or [OpCall(gap.op, gap.module, gap.source, caller=gap.caller)]
+            is_mismatch = gap.kind == "dtype-mismatch"
+            found += [Culprit(row, is_mismatch, gap.constant) for row in calls if gap.phase == "forward"]
+        return found
     found = [Culprit(row, number=row.vanished) for row in rows if row.vanished is not None or row.flushes]
     if run.status in ("nonfinite", "error", "crashed", "timeout"):  # of what raises without a gap, no op is to blame
         found += [Culprit(row) for row in rows if row.gives_nonfinite]
@@ -167,24 +167,6 @@ def culprits(run: Run) -> list[Culprit]:
     return sorted(found[: 40 * MOST_SITES], key=lambda each: position.get(id(each.row), -1))
 
 
-def _failing(run: Run, rows: list[OpCall]) -> Iterator[Culprit]:
-    """The gaps, at each of the op calls that shows one; what fails above dispatch has none."""
-    for gap in failing_gaps(run):
-        if gap.phase != "forward":
-            continue
-        calls = [row for row in rows if row.place == gap.place and row.outcome != "ok"]
-        calls = calls or [OpCall(gap.op, gap.module, gap.source, caller=gap.caller)]
-        yield from (Culprit(row, gap.kind == "dtype-mismatch", gap.constant) for row in calls)
-
-
-def _why_cast(row: OpCall) -> str:
-    """Why the cast of an input is left alone."""
-    reason = "the input is cast before the model runs: pass it in fp32"
-    if row.gives_nonfinite or row.flushes:  # rounding is relative: no scale changes it
-        reason += ", or scale it before the cast"
-    return reason
-
-
 class Sites:
     """The expressions that runs point at, by file; the scan may be of a patched source."""
 
@@ -200,7 +182,7 @@ class Sites:
         for culprit in culprits(run):
             row = culprit.row
             codes = {each.code for each in about if (each.op, each.source) == (row.op, row.source)}
-            node = _why_cast(row) if row.op.startswith(CAST_INPUT) else self.located(row)
+            node = self.located(row)
             if isinstance(node, str):
                 op = short_op(row.op)
                 left_alone = LeftAlone(source=row.source, op=op, reason=node, codes=tuple(sorted(codes)))
@@ -218,6 +200,11 @@ class Sites:
 
     def located(self, row: OpCall) -> tuple[SourceText, ast.AST] | str:
         """The expression that calls an op, or why it is left alone."""
+        if row.op.startswith(CAST_INPUT):
+            scaled = ", or scale it before the cast"
+            if not row.gives_nonfinite and not row.flushes:  # rounding is relative: no scale changes it
+                scaled = ""
+            return f"the input is cast before the model runs: pass it in fp32{scaled}"
         if not row.source:
             return "no line of the user's own code calls it"
         if row.caller is not None:  # the user's own line that leads to it is not the op's

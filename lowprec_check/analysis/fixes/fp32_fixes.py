@@ -6,7 +6,6 @@ import ast
 from collections.abc import Iterator, Sequence
 
 from lowprec_check.analysis.fixes.scene import ATOMS, Scene, Site, SourceFix, is_plain, torch_in, unused_name
-from lowprec_check.analysis.fixes.seen_values import SeenValue
 from lowprec_check.analysis.fixes.source_text import Edit, SourceText
 from lowprec_check.schema.op_calls import PRODUCTS
 
@@ -66,6 +65,10 @@ def custom_functions(site: Site, scene: Scene) -> Iterator[SourceFix]:
     yield SourceFix("custom_fwd", "computes in fp32 under autocast", owner, edits=(*edits, *imports))
 
 
+HEADROOM = 4.0
+"""So many times larger may the values of other inputs be."""
+
+
 def in_fp32(site: Site, scene: Scene) -> Iterator[SourceFix]:
     """The op or the expression around it in fp32: cast back where values fit, if anywhere."""
     source, node = site.source, site.node
@@ -81,12 +84,14 @@ def in_fp32(site: Site, scene: Scene) -> Iterator[SourceFix]:
             break
         chain.append(parent)
     # back as soon as the values fit, else as late as possible, else not at all
-    fitting = [each for each in chain if _fits(scene.fp32.get(each), site.format[0])]
-    ends: list[ast.expr | None] = []
-    for end in [*fitting[:1], *fitting[-1:], None]:
-        if end not in ends:
-            ends.append(end)
-    for end in ends:
+    fitting = []
+    for each in chain:
+        seen = scene.fp32.get(each)
+        is_wide = seen is not None and seen.kind == "tensor" and seen.dtypes == ("float32",)
+        if seen and is_wide and (seen.absmax or 0.0) * HEADROOM <= site.format[0]:
+            fitting.append(each)
+    ends: list[ast.expr | None] = [*fitting[:1], *fitting[-1:], None]
+    for end in dict.fromkeys(ends):
         fix = _computed_in_fp32(site, scene, end or node, back=end is not None)
         if fix is not None:
             yield fix
@@ -94,20 +99,9 @@ def in_fp32(site: Site, scene: Scene) -> Iterator[SourceFix]:
         yield from _unpacked(site, scene)
 
 
-HEADROOM = 4.0
-"""So many times larger may the values of other inputs be."""
-
-
-def _fits(seen: SeenValue | None, largest: float) -> bool:
-    if seen is None or seen.kind != "tensor" or seen.dtypes != ("float32",):
-        return False
-    return (seen.absmax or 0.0) * HEADROOM <= largest
-
-
 def _widened(site: Site, scene: Scene, top: ast.expr) -> tuple[frozenset[ast.expr], list[Edit]] | None:
     """Operands to widen, and module calls to edit, for ``top`` in fp32; ``None`` if impossible."""
-    inside, edits = set(ast.walk(top)), list[Edit]()
-    found: set[ast.expr] = set()
+    edits, found = list[Edit](), set[ast.expr]()
 
     def enter(node: ast.expr) -> bool:
         callee = scene.callee(node)
@@ -121,13 +115,13 @@ def _widened(site: Site, scene: Scene, top: ast.expr) -> tuple[frozenset[ast.exp
                 return False
             edits.extend(more)
         for operand in scene.arguments(node):
-            if operand in inside and operand is not site.node and site.node in set(ast.walk(operand)):
+            seen = scene.low.get(operand)
+            if site.node in set(ast.walk(operand)):
                 if not enter(operand):
                     return False
-            elif operand is not site.node and scene.is_floating(operand) and _differs(scene, operand):
+            # widening changes it unless it is in fp32 anyway
+            elif scene.is_floating(operand) and (seen is None or seen.dtypes != ("float32",)):
                 found.add(operand)
-            elif operand is site.node and not enter(operand):
-                return False
         return True
 
     if enter(top):
@@ -135,16 +129,15 @@ def _widened(site: Site, scene: Scene, top: ast.expr) -> tuple[frozenset[ast.exp
     return None
 
 
-def _differs(scene: Scene, operand: ast.expr) -> bool:
-    """Whether widening changes it: not what is in fp32 anyway."""
-    seen = scene.low.get(operand)
-    return seen is None or seen.dtypes != ("float32",)
-
-
 def _functional_call(source: SourceText, call: ast.Call, buffers: bool) -> list[Edit] | None:
     """The call of a module with its weights, and ``buffers`` if it has some, in fp32."""
-    starred = any(isinstance(each, ast.Starred) for each in call.args)
-    if call.keywords or not call.args or starred or not _is_reusable(call.func):
+    starred, at = any(isinstance(each, ast.Starred) for each in call.args), call.func
+    # evaluated again it must give the same: names, attributes, items at plain indices
+    while isinstance(at, (ast.Attribute, ast.Subscript)):
+        if isinstance(at, ast.Subscript) and not (isinstance(at.slice, ast.Constant) or is_plain(at.slice)):
+            return None
+        at = at.value
+    if call.keywords or not call.args or starred or not isinstance(at, ast.Name):
         return None
     torch, imports = torch_in(source)
     start, end = source.outer(call.func)
@@ -163,17 +156,8 @@ def _functional_call(source: SourceText, call: ast.Call, buffers: bool) -> list[
     ]
 
 
-def _is_reusable(node: ast.AST) -> bool:
-    """Whether evaluating it again gives the same: names, attributes, items at plain indices."""
-    while isinstance(node, (ast.Attribute, ast.Subscript)):
-        if isinstance(node, ast.Subscript) and not (isinstance(node.slice, ast.Constant) or is_plain(node.slice)):
-            return False
-        node = node.value
-    return isinstance(node, ast.Name)
-
-
 def _computed_in_fp32(site: Site, scene: Scene, top: ast.expr, *, back: bool) -> SourceFix | None:
-    found = _widened(site, scene, top)
+    source, found = site.source, _widened(site, scene, top)
     if found is None:
         return None
     widened, edits = found
@@ -185,40 +169,30 @@ def _computed_in_fp32(site: Site, scene: Scene, top: ast.expr, *, back: bool) ->
     # autocast would compute a product in 16 bits all the same
     path = [site.node]
     while path[-1] is not top:
-        path.append(site.source.parents[path[-1]])
+        path.append(source.parents[path[-1]])
     if site.autocasts and any(map(scene.is_product, path)):
-        region = _region(site, scene, widened)
-        if region is None:
+        # the statement without autocast, and an operand with a product, computed before it
+        statement = source.around(site.node, ast.stmt)
+        simple = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
+        tensor = next((each for each in ast.walk(site.node) if is_plain(each) and scene.is_floating(each)), None)
+        if not isinstance(statement, simple) or tensor is None or not source.can_be_indented(statement):
             return None
         kind, why = "autocast", f"{why}, outside of autocast"
-        more, hoisted = region
-        edits, widened = edits + more, widened - hoisted
+        torch, imports = torch_in(source)
+        header = f"with {torch}.autocast({source.segment(tensor)}.device.type, enabled=False):"
+        edits += [*source.indented_under(statement, header), *imports]
+        hoisted = [each for each in widened if any(map(scene.is_product, ast.walk(each))) and _is_first(source, each)]
+        for node in hoisted[:1]:
+            name, inner = unused_name(source, "operand"), source.segment(node)
+            if not isinstance(node, ATOMS):
+                inner = f"({inner})"
+            line = source.line_before(statement, f"{name} = {inner}.float()")
+            edits += [line._replace(size=-(1 << 41)), Edit(*source.outer(node), name)]
+        widened -= {*hoisted[:1]}
     if not widened and not edits:
         return None
     cast_back = (top, dtype) if dtype is not None else None
     return SourceFix(kind, why, site.node, widened, cast_back, tuple(edits), stays_wide=dtype is None)
-
-
-def _region(site: Site, scene: Scene, widened: frozenset[ast.expr]) -> tuple[list[Edit], frozenset[ast.expr]] | None:
-    """The statement without autocast, and operands with products, computed before it."""
-    source = site.source
-    statement = source.around(site.node, ast.stmt)
-    simple = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
-    tensor = next((each for each in ast.walk(site.node) if is_plain(each) and scene.is_floating(each)), None)
-    if not isinstance(statement, simple) or tensor is None or not source.can_be_indented(statement):
-        return None
-    torch, imports = torch_in(source)
-    header = f"with {torch}.autocast({source.segment(tensor)}.device.type, enabled=False):"
-    edits = [*source.indented_under(statement, header), *imports]
-    hoisted = [each for each in widened if any(map(scene.is_product, ast.walk(each))) and _is_first(source, each)]
-    for node in hoisted[:1]:
-        name = unused_name(source, "operand")
-        (start, end), inner = source.outer(node), source.segment(node)
-        if not isinstance(node, ATOMS):
-            inner = f"({inner})"
-        value = f"{inner}.float()"
-        edits += [source.line_before(statement, f"{name} = {value}")._replace(size=-(1 << 41)), Edit(start, end, name)]
-    return edits, frozenset(hoisted[:1])
 
 
 def _is_first(source: SourceText, node: ast.expr) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import difflib
 import io
+import itertools
 import linecache
 import re
 import tokenize
@@ -60,16 +61,35 @@ class SourceText:
         expressions = [node for node in ast.walk(self.tree) if isinstance(node, ast.expr)]
         self.nodes = {self.span(node): node for node in reversed(expressions)}
         """The expressions by their place."""
-        self._strings, self._pairs, self._before, self._behind = self._tokens()
-
-    def offset(self, line: int, column: int) -> int:
-        """Of a position as ``ast`` counts it: lines from 1, columns in bytes of UTF-8."""
-        return self._places.offset(line, column)
+        self._strings, self._pairs = list[Span](), dict[int, int]()
+        """Multi-line strings, and matching parentheses."""
+        self._before, self._behind = dict[int, int](), dict[int, int]()
+        """Grouping parentheses before and behind an expression, which those of calls are not."""
+        calls = {self.call_opens(node) for node in ast.walk(self.tree) if isinstance(node, ast.Call)}
+        stack, last_open, last_end = list[int](), -1, -1
+        for token in tokenize.generate_tokens(io.StringIO(self.text, newline="").readline):
+            if token.type in _NO_CODE:
+                continue
+            start, end = (self._starts[row - 1] + column for row, column in (token.start, token.end))
+            if token.start[0] != token.end[0]:
+                self._strings.append((start, end))
+            if last_open >= 0:
+                self._before[start] = last_open
+            if token.string in _CLOSED and stack:
+                self._pairs[stack.pop()] = start
+                self._behind[last_end] = start
+            last_open = -1
+            if token.string == "(" and start not in calls:
+                last_open = start
+            if token.string in _OPEN:
+                stack.append(start)
+            last_end = end
 
     def span(self, node: ast.AST) -> Span:
         """Where ``node`` starts and ends, without parentheses around it."""
         at: ast.expr = node  # type: ignore[assignment]
-        return self.offset(at.lineno, at.col_offset), self.offset(at.end_lineno or 0, at.end_col_offset or 0)
+        offset = self._places.offset
+        return offset(at.lineno, at.col_offset), offset(at.end_lineno or 0, at.end_col_offset or 0)
 
     def outer(self, node: ast.expr) -> Span:
         """Where it starts and ends with the parentheses that only group it."""
@@ -124,31 +144,6 @@ class SourceText:
         """The white space in front of a statement."""
         return self.text[self._starts[node.lineno - 1] : self.span(node)[0]]
 
-    def _tokens(self) -> tuple[list[Span], dict[int, int], dict[int, int], dict[int, int]]:
-        """Multi-line strings, matching parentheses, grouping parentheses before and behind."""
-        # parentheses of calls do not group
-        calls = {self.call_opens(node) for node in ast.walk(self.tree) if isinstance(node, ast.Call)}
-        strings, pairs, before, behind = list[Span](), dict[int, int](), dict[int, int](), dict[int, int]()
-        stack, last_open, last_end = list[int](), -1, -1
-        for token in tokenize.generate_tokens(io.StringIO(self.text, newline="").readline):
-            if token.type in _NO_CODE:
-                continue
-            start, end = (self._starts[row - 1] + column for row, column in (token.start, token.end))
-            if token.start[0] != token.end[0]:
-                strings.append((start, end))
-            if last_open >= 0:
-                before[start] = last_open
-            if token.string in _CLOSED and stack:
-                pairs[stack.pop()] = start
-                behind[last_end] = start
-            last_open = -1
-            if token.string == "(" and start not in calls:
-                last_open = start
-            if token.string in _OPEN:
-                stack.append(start)
-            last_end = end
-        return strings, pairs, before, behind
-
     def call_opens(self, call: ast.Call) -> int:
         """Where the parenthesis of a call is: the first behind its function in no comment."""
         at, comment = self.span(call.func)[1], False
@@ -175,11 +170,8 @@ class Lines(NamedTuple):
 def lines_of(text: str) -> Lines:
     """The lines of ``text``."""
     lines = [line for line in _LINE.findall(text) if line]
-    starts, at = [], 0
-    for line in lines:
-        starts.append(at)
-        at += len(line)
-    return Lines(starts, lines)
+    starts = [0, *itertools.accumulate(map(len, lines))]
+    return Lines(starts[: len(lines)], lines)
 
 
 def edited(text: str, edits: Iterable[Edit]) -> str:

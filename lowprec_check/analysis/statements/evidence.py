@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from lowprec_check.analysis.choices import error_with_same_choices
 from lowprec_check.analysis.error_shares import (
     BETWEEN,
     CHANCE,
-    PartShare,
     cancelling,
     error_beside,
     fails_by_error,
@@ -34,7 +33,7 @@ from lowprec_check.analysis.statements.kinds import Made, Said, per_run, per_sca
 from lowprec_check.analysis.statements.status import further_in
 from lowprec_check.catalog.versions import release_of
 from lowprec_check.schema.findings import RESCUES
-from lowprec_check.schema.measures import MATTERS, ErrorBudget
+from lowprec_check.schema.measures import MATTERS
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Sentence, chained, plain, say, say_if
 
@@ -58,16 +57,21 @@ def shares(run: Run, result: ScanResult) -> Made:
     if budget is None or not is_told(run, result) or is_disproved(run):
         return None
     causes = main_causes(run, NAMED)
-    about = plain("shares of the error")
+    about, where = plain("shares of the error"), "op by op"
+    if not run.is_eager:
+        where = "in eager mode"
+    elif run.failed_call:
+        where = "in the first call"
     if not is_over_tolerance(run):  # they are not of the error that makes the run fail
-        where = "op by op"
-        if not run.is_eager:
-            where = "in eager mode"
-        elif run.failed_call:
-            where = "in the first call"
         only = "shares of the error {where:text}, which is only {error:error}"
         about = say(only, where=where, error=budget.measured or 0.0)
-    about = chained(about, how_known(causes, budget), between=", ")
+    # whether shares were measured, or how far chance may change them
+    known, chance = plain("estimated"), CHANCE * budget.spread
+    if causes and all(part.is_measured for part in causes):
+        known = plain("measured")
+    elif chance >= MATTERS:
+        known = say("estimated to within {chance:share}", chance=chance)
+    about = chained(about, known, between=", ")
     parts, cancels = [*_largest(run)], cancelling(run)
     if cancels is not None:
         parts.append(say("the error of {module:module} cancels part of it", module=cancels))
@@ -82,16 +86,6 @@ def shares(run: Run, result: ScanResult) -> Made:
     elif rest <= -MATTERS:
         parts.append(say("first order predicts {share:share} too much", share=-rest))
     return chained(about, chained(*parts, between=", "), between=": ")
-
-
-def how_known(causes: Sequence[PartShare], budget: ErrorBudget) -> Sentence:
-    """Whether the shares of ``causes`` were measured, or how far chance may change them."""
-    if causes and all(part.is_measured for part in causes):
-        return plain("measured")
-    chance = CHANCE * budget.spread
-    if chance >= MATTERS:
-        return say("estimated to within {chance:share}", chance=chance)
-    return plain("estimated")
 
 
 def _largest(run: Run) -> Iterator[Sentence]:

@@ -38,7 +38,14 @@ def why(run: Run) -> Sentence:
         notes = "; ".join(run.notes) or "its output holds nothing to compare with that of fp32"
         return say("runs, but {reason:text}", reason=notes)
     ops, where = missing_kernels(run), on_which_call(run)
-    if ops and not run.failed_call and _fails_by(ops, run):
+    # whether it died in an op without a kernel, or raised what no gap but theirs explains: an
+    # exception that no gap explains may be caused by an op that was computed in fp32
+    message = run.exception.message if run.exception is not None else ""
+    raised = [gap.op for gap in failing_gaps(run) if gap.message in message]
+    fails_by_ops = run.status == "error" and (not raised or not set(ops).isdisjoint(raised))
+    if run.status == "crashed":
+        fails_by_ops = any(gap.kind == "crash" for gap in run.gaps)
+    if ops and not run.failed_call and fails_by_ops:
         reason = _no_kernel(run, ops)
     elif run.status == "error":
         reason = _raised(run)
@@ -51,16 +58,6 @@ def why(run: Run) -> Sentence:
     if where:
         return chained(plain(where), reason, between="")
     return reason
-
-
-def _fails_by(ops: list[str], run: Run) -> bool:
-    """Whether a run died in an op without a kernel, or raised what no gap but theirs explains."""
-    if run.status == "crashed":
-        return any(gap.kind == "crash" for gap in run.gaps)
-    # An exception that no gap explains may be caused by an op that was computed in fp32.
-    message = run.exception.message if run.exception is not None else ""
-    raised = [gap.op for gap in failing_gaps(run) if gap.message in message]
-    return run.status == "error" and (not raised or not set(ops).isdisjoint(raised))
 
 
 def _no_kernel(run: Run, ops: list[str]) -> Sentence:
