@@ -19,7 +19,7 @@ suspect of each kind before the others: where none of them can, there is no plan
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from lowprec_check.analysis.predicted_error import Keep, ModuleTree, PredictedError
@@ -153,8 +153,6 @@ class _Search:
             keep = self._first_passing(suspects)
             if keep is not None and not self.trials.verdict(keep).any_low:
                 keep = self._with_some_low(keep, suspects.lowering, most_alone)
-                if self.trials.stopped is not None:
-                    return self._stopped()
             if keep is None:
                 return SearchResult(None, False, failed_alone=tuple(self.failed_alone))
             # children may return where their container could not, until nothing changes
@@ -167,11 +165,8 @@ class _Search:
             untried = self._untried(smallest)
             return SearchResult(smallest, not untried, tuple(untried))
         except LimitReachedError:
-            return self._stopped()
-
-    def _stopped(self) -> SearchResult:
-        best = self.trials.best
-        return SearchResult(best, False, tuple(self._untried(best or ())))
+            best = self.trials.best
+            return SearchResult(best, False, tuple(self._untried(best or ())))
 
     def passes(self, keep: Iterable[str]) -> bool:
         """Whether the base passes with ``keep`` in fp32; records the unguessed prediction."""
@@ -207,9 +202,14 @@ class _Search:
         if predicted is not None:
             return predicted
         # without a prediction that holds: ever more suspects, at last all modules
-        for candidates in self._growing(keep, suspects):
-            if self.passes(candidates):
-                return candidates
+        likely = (path for path in suspects.likely if path in self.tree.types and path not in keep)
+        groups = list(self.tree.by_role(likely).values())
+        # the likeliest module, its counterparts, 2, 4, … groups, all
+        sizes = [2**power for power in range(len(groups)) if 2**power < len(groups)]
+        added = [[path for group in groups[:size] for path in group] for size in (*sizes, len(groups))]
+        for more in (added[0][:1], *added):
+            if self.passes([*keep, *more]):
+                return [*keep, *more]
         return everything if self.passes(everything) else None
 
     def _new_certain(self, suspects: Suspects, kept: Collection[str]) -> list[str]:
@@ -273,19 +273,6 @@ class _Search:
         if self.prediction is not None and error is not None:
             self.prediction.settle(normalized, error)
 
-    def _growing(self, certain: list[str], suspects: Suspects) -> Iterator[list[str]]:
-        """The certain ones plus the likeliest module, its counterparts, 2, 4, … groups, all."""
-        likely = (path for path in suspects.likely if path in self.tree.types and path not in certain)
-        ordered = list(self.tree.by_role(likely).values())
-        if not ordered:
-            return
-        yield [*certain, ordered[0][0]]
-        count = 1
-        while count < len(ordered):
-            yield [*certain, *(path for group in ordered[:count] for path in group)]
-            count *= 2
-        yield [*certain, *(path for group in ordered for path in group)]
-
     def _with_some_low(self, keep: Sequence[str], lowering: Collection[str], most: int | None) -> list[str] | None:
         """``keep``, with which nothing is in low precision, without modules that can be; ``None``
         if there is none.
@@ -312,7 +299,7 @@ class _Search:
                 passed = others
             if failed == most:
                 self.trials.stopped = f"after {failed} modules failed in low precision"
-                break
+                raise LimitReachedError
         return passed
 
     # -- shrinking: find what can return to low precision

@@ -255,10 +255,8 @@ def _ratios(mine: Rounds, fp32: Rounds) -> tuple[list[float], list[float]]:
     """Ratios of the fastest calls: of undisturbed rounds, and of calls on one core."""
     pairs = [(fp32[number], mine[number]) for number in mine if number in fp32]
     clean = [min(one.seconds) / min(other.seconds) for one, other in pairs if not one.disturbed | other.disturbed]
-    alone = [
-        min(one.on_one_core) / min(other.on_one_core) for one, other in pairs if one.on_one_core and other.on_one_core
-    ]
-    return clean, alone
+    on_one_core = [(one.on_one_core, other.on_one_core) for one, other in pairs]
+    return clean, [min(one) / min(other) for one, other in on_one_core if one and other]
 
 
 def speedup_in_rounds(mine: Rounds, fp32: Rounds, *, on_one_core: bool = False) -> Speedup | None:
