@@ -71,8 +71,10 @@ def diff_scans(old: ScanResult, new: ScanResult) -> ScanDiff:
         elif recommended is None:
             direction = "better"
         what = f"the recommendation changed{': the new scan did not run the old one' if untried else ''}"
-        sides = {"old": recommended or "none", "new": recommends or "none"}
-        changes.append(ScanChange(kind="recommendation", direction=direction, run="", what=what, **sides))
+        best, best_now = recommended or "none", recommends or "none"
+        changes.append(
+            ScanChange(kind="recommendation", direction=direction, run="", what=what, old=best, new=best_now)
+        )
     if old.evidence != new.evidence:  # one side did not run: the prediction may be wrong
         known_from = f" ({old.evidence} before, {new.evidence} now)"
         changes = [msgspec.structs.replace(change, what=f"{change.what}{known_from}") for change in changes]
@@ -219,15 +221,15 @@ def _training(before: Run, after: Run) -> Iterator[ScanChange]:
     direction: Direction
     if lost is not None and loses is not None and abs(loses - lost) >= LOST:
         direction, how = ("worse", "more") if loses > lost else ("better", "fewer")
-        what, shares = f"rounding loses {how} updates of weights", {"old": percent(lost), "new": percent(loses)}
-        yield ScanChange(kind="error", direction=direction, run=label(after), what=what, **shares)
+        what, shares = f"rounding loses {how} updates of weights", (percent(lost), percent(loses))
+        yield ScanChange(kind="error", direction=direction, run=label(after), what=what, old=shares[0], new=shares[1])
     # the first way is what the status of the run says; a trap is never advised
     for way in after.training.ways:
         earlier, is_other = before.training.way(way.name), way is not is_now and not way.declared.is_trap
         if earlier is not None and is_other and (earlier.status == "ok") != (way.status == "ok"):
             direction, how = ("better", "passes now") if way.status == "ok" else ("worse", "passes no longer")
-            what, sides = f"{way.declared.words}: {how}", {"old": earlier.status, "new": way.status}
-            yield ScanChange(kind="status", direction=direction, run=label(after), what=what, **sides)
+            what, ended = f"{way.declared.words}: {how}", earlier.status
+            yield ScanChange(kind="status", direction=direction, run=label(after), what=what, old=ended, new=way.status)
 
 
 def _elsewhere(before: Run, after: Run) -> Iterator[ScanChange]:

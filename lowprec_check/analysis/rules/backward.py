@@ -152,14 +152,13 @@ def gradient_not_finite(result: ScanResult) -> Iterator[Finding]:
         # The first op of the backward pass that turns finite values into NaN or Inf.
         backward = (row for row in run.op_calls.rows() if row.phase == "backward")
         first = next((row for row in backward if row.introduced_nan or row.introduced_inf), None)
-        if first is None:
-            place = wrong[0].parameter.rpartition(".")[0], _GRADIENT, None
-            origin = say("no op of the analysis turns finite values into them")
-        else:
-            place = first.module, first.op, line_of(first, result)
+        module, op, source = wrong[0].parameter.rpartition(".")[0], _GRADIENT, None
+        origin = say("no op of the analysis turns finite values into them")
+        if first is not None:
+            module, op, source = first.module, first.op, line_of(first, result)
             what = "NaN" if first.introduced_nan else "Inf"
             origin = say("{what:text} originates in {op:op}, whose inputs are finite", what=what, op=first.op)
-        yield Finding(chained(message, origin), run, *place, help=advice, severity=severity)
+        yield Finding(chained(message, origin), run, module, op, source, help=advice, severity=severity)
 
 
 @rule("LP509", "scaler-skips", "warning")
