@@ -7,8 +7,7 @@ from collections import Counter
 from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.statements import short_op
 
-DECISIVE = 5
-"""Choices decide if the output error is more than so many times what is left with those of fp32."""
+DECISIVE = 5  # choices decide if the output error is more than so many times what is left with those of fp32
 
 
 def error_with_same_choices(run: Run) -> float | None:

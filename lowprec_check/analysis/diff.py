@@ -37,8 +37,7 @@ ratio of two ratios by 20.
 MEMORY_FACTOR, PROCESS_FACTOR = 1.05, 1.15
 """Counted memory of tensors differs by a few per cent; measured memory of processes by more."""
 
-_ERROR_FLOOR = 1e-7
-"""Errors below fp32's own rounding carry no information."""
+_ERROR_FLOOR = 1e-7  # errors below fp32's own rounding carry no information
 
 _MACHINE = ("device", "device_name", "cpu_capability", "threads", "platform")
 

@@ -11,22 +11,16 @@ from lowprec_check.schema.module_paths import is_inside, paths_above
 from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.statements import Sentence, say
 
-TRUSTED = 0.5
-"""The largest unexplained part of the squared error with which the first order names causes."""
+TRUSTED = 0.5  # the largest unexplained part of the squared error with which the first order names causes
 
 BETWEEN = "rounding between modules"
 """How the rounding of results is named that stays whichever submodule is kept in fp32: in a cast
 model, where one passes them to another.
 """
 
-CAST_INPUT = "cast input"
-"""What stands for the op in the share of rounding the inputs."""
-
-CANCELS = 0.1
-"""A module in fp32 that raises the squared error by this part cancels errors of others."""
-
-CHANCE = 2.0
-"""A derived share counts if it is at least this many times the spread of its budget."""
+CAST_INPUT = "cast input"  # what stands for the op in the share of rounding the inputs
+CANCELS = 0.1  # a module in fp32 that raises the squared error by this part cancels errors of others
+CHANCE = 2.0  # a derived share counts if it is at least this many times the spread of its budget
 
 Place = tuple[str, str, str | None]
 """Module, op and line."""
@@ -241,14 +235,9 @@ def cancelling(run: Run) -> str | None:
 
 # -- The modules blamed for a failure, which an ablation keeps in fp32, and whether that helped
 
-MOST = 3
-"""As many modules as reports name."""
-
-LEAST_SHARE = 0.2
-"""A smaller share of the squared error changes the error by less than a tenth."""
-
-UNCHANGED = 0.9
-"""The part of the error from which on it is said to be left as it was."""
+MOST = 3  # as many modules as reports name
+LEAST_SHARE = 0.2  # a smaller share of the squared error changes the error by less than a tenth
+UNCHANGED = 0.9  # the part of the error from which on it is said to be left as it was
 
 
 class BlamedModules(NamedTuple):

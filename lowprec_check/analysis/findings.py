@@ -10,14 +10,9 @@ from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import qualified
 from lowprec_check.schema.statements import agree, counted, fill, joined, module_name, some, words
 
-SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
-"""The most severe first."""
-
-CHOICES = "LP304"
-"""The code of choices that differ from fp32's."""
-
-MOST = 0.5
-"""From this share of the error on, other findings are effects of choices, or small."""
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")  # the most severe first
+CHOICES = "LP304"  # the code of choices that differ from fp32's
+MOST = 0.5  # from this share of the error on, other findings are effects of choices, or small
 
 
 class Message(NamedTuple):

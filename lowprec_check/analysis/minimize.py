@@ -26,23 +26,12 @@ from lowprec_check.analysis.predicted_error import Keep, ModuleTree, PredictedEr
 from lowprec_check.analysis.suspects import Suspects
 from lowprec_check.schema.module_paths import is_inside, paths_above
 
-ROUNDS = 12
-"""Runs that are analyzed op by op to find failures that the previous one hid."""
-
-FEW = 16
-"""If at most this many modules are left and chunks do not help, they are tried one by one."""
-
-MARGIN = 0.9
-"""A set is proposed if its predicted error is at most this part of the tolerance."""
-
-MISSED = 2.0
-"""A measured error of this many times the predicted one calls for another analysis."""
-
-CONFIRMED = 8
-"""Kept modules tried alone in low precision, even if clearly predicted to be needed."""
-
-WIDE = 2.0
-"""Such a margin: without the module, an error of at least this many times the tolerance."""
+ROUNDS = 12  # runs that are analyzed op by op to find failures that the previous one hid
+FEW = 16  # if at most this many modules are left and chunks do not help, they are tried one by one
+MARGIN = 0.9  # a set is proposed if its predicted error is at most this part of the tolerance
+MISSED = 2.0  # a measured error of this many times the predicted one calls for another analysis
+CONFIRMED = 8  # kept modules tried alone in low precision, even if clearly predicted to be needed
+WIDE = 2.0  # such a margin: without the module, an error of at least this many times the tolerance
 
 
 class LimitReachedError(Exception):

@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from lowprec_check.schema.module_paths import is_inside, module_around, paths_above
 
-LARGEST_STEP = 100.0
-"""Without a set that reaches the goal, one must lower the removable squared error so far."""
+LARGEST_STEP = 100.0  # without a set that reaches the goal, one must lower the removable squared error so far
 
 Keep = tuple[str, ...]
 """Paths of modules kept in fp32, none inside another, in the model's order."""

@@ -26,11 +26,8 @@ from lowprec_check.schema.findings import Prefer, Recommendation, Worth
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER
 from lowprec_check.schema.scan_result import ModelInfo, Run, ScanResult
 
-SMALLER = 0.9
-"""A run saves memory if its peak is at most this part of fp32's."""
-
-SAME_MEMORY = 1.05
-"""Peaks within this factor are the same: allocators differ, and processes vary a little."""
+SMALLER = 0.9  # a run saves memory if its peak is at most this part of fp32's
+SAME_MEMORY = 1.05  # peaks within this factor are the same: allocators differ, and processes vary a little
 
 
 def recommend(

@@ -101,8 +101,7 @@ def error_of(run: Run) -> float:
     return float("inf")
 
 
-CLOSE = 0.8
-"""The part of the tolerance from which on another input may well exceed it."""
+CLOSE = 0.8  # the part of the tolerance from which on another input may well exceed it
 
 
 def passes_all(run: Run, runs: Sequence[Run]) -> bool:
@@ -242,8 +241,7 @@ def shorten(message: str, most: int = 110) -> str:
 _JUDGED = ("ok", "unjudged", "inaccurate")
 """Statuses that need comparable numbers; NaN and Inf where fp32 has numbers do not."""
 
-ALL_LOST = 0.99
-"""The rel_l2 from which on nothing of an output is left."""
+ALL_LOST = 0.99  # the rel_l2 from which on nothing of an output is left
 
 
 def degenerate_output(run: Run, runs: Sequence[Run]) -> str | None:

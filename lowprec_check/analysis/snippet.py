@@ -19,8 +19,7 @@ from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, RunKey
 from lowprec_check.schema.scan_result import ModelInfo
 from lowprec_check.schema.statements import fill
 
-_LISTED = 3
-"""At most so many tensors are converted by name."""
+_LISTED = 3  # at most so many tensors are converted by name
 
 _UNDER_AUTOCAST = """\
 def keep_in_fp32(model, names):  # run these modules on fp32 inputs, without autocast

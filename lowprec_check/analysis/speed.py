@@ -23,37 +23,19 @@ from lowprec_check.schema.statements import times
 Told = Literal["faster", "slower", "same", "noisy", "unknown"]
 """``same``: about as fast; ``noisy``: too wide an interval; ``unknown``: not timed."""
 
-TOLD = 1.05
-"""A smaller ratio is not worth naming, however well it is measured."""
-
-ALIKE = 1.25
-"""Times are about the same if their ratio is below this with a probability of 95 %."""
-
-WIDE = 2.0
-"""Of an interval that spans more than this factor, only the end next to 1 is said."""
-
-CLEAR = 1.5
-"""A larger factor decides between times of separate rounds: plans, runs without rounds."""
-
-ONE_CORE = 2.5
-"""Speeds on one core and on all cores may differ so much: formats use cores more or less well."""
-
-WAITED, CHANGED = 0.1, 1.2
-"""Least share of waiting threads, and change of the clock, that reports mention."""
-
-BUSY = 1.5
-"""Uncertainty of the ratio of two medians on a busy machine, outside of rounds."""
-
-SHORT_MS = 1.0
-"""Calls below this cannot be compared between two processes on a busy machine, only in rounds."""
-
+TOLD = 1.05  # a smaller ratio is not worth naming, however well it is measured
+ALIKE = 1.25  # times are about the same if their ratio is below this with a probability of 95 %
+WIDE = 2.0  # of an interval that spans more than this factor, only the end next to 1 is said
+CLEAR = 1.5  # a larger factor decides between times of separate rounds: plans, runs without rounds
+ONE_CORE = 2.5  # speeds on one core and on all cores may differ so much: formats use cores more or less well
+WAITED, CHANGED = 0.1, 1.2  # least share of waiting threads, and change of the clock, that reports mention
+BUSY = 1.5  # uncertainty of the ratio of two medians on a busy machine, outside of rounds
+SHORT_MS = 1.0  # calls below this cannot be compared between two processes on a busy machine, only in rounds
 
 ON_HOST, ON_DEVICE = 0.9, 0.8
 """Launch-bound: the host takes at least the first part of a call, the device at most the second."""
 
-
-FAILED_WHILE_TIMED = "failed while it was timed: "
-"""What the note of such a run starts with."""
+FAILED_WHILE_TIMED = "failed while it was timed: "  # what the note of such a run starts with
 
 
 class Speed(NamedTuple):
@@ -204,22 +186,14 @@ class Turn(NamedTuple):
 Rounds = Mapping[int, Turn]
 """By the number of the round."""
 
-SPREAD = 0.25
-"""Times are noisy if their quartiles are further apart than this part of the median."""
-
-FEW = 3
-"""Rounds after which a ratio far from 1 is known."""
+SPREAD = 0.25  # times are noisy if their quartiles are further apart than this part of the median
+FEW = 3  # rounds after which a ratio far from 1 is known
 
 CONFIDENCE = 0.95
 
-ONE_CALL = 3.0
-"""The factor within which the ratio of two single calls, taken one after the other, is known."""
-
-ONE_ROUND = 2.0
-"""The same of one undisturbed round; a brief disturbance changed such ratios by up to 1.2."""
-
-LONG_SECONDS = 1.0
-"""A longer call averages over disturbances, and so stays within that factor."""
+ONE_CALL = 3.0  # the factor within which the ratio of two single calls, taken one after the other, is known
+ONE_ROUND = 2.0  # the same of one undisturbed round; a brief disturbance changed such ratios by up to 1.2
+LONG_SECONDS = 1.0  # a longer call averages over disturbances, and so stays within that factor
 
 _STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """Quantiles of Student's distribution, by the number of ratios: too few for order statistics."""

@@ -18,11 +18,8 @@ from lowprec_check.schema.plan import Blame, Constant
 from lowprec_check.schema.scan_result import Gap, Run
 from lowprec_check.schema.statements import fill, percent, short_op
 
-LEAST_CAUSE = 0.001
-"""A module with a smaller share of the error is not said to cause it."""
-
-_LEAST_GUESS = 1e-3
-"""Smaller relative errors of an op are not guessed."""
+LEAST_CAUSE = 0.001  # a module with a smaller share of the error is not said to cause it
+_LEAST_GUESS = 1e-3  # smaller relative errors of an op are not guessed
 
 _REASONS = {
     "missing-kernel": "has no kernel",

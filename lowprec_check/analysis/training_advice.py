@@ -164,8 +164,7 @@ def _switch(key: RunKey, setup: TrainingSetup, way: TrainingWay) -> str | None:
 
 # -- The recommendation: a way that was run and passed
 
-FEW = 0.01
-"""A smaller share of underflows or lost updates is not worth a remark."""
+FEW = 0.01  # a smaller share of underflows or lost updates is not worth a remark
 
 
 class Trained(NamedTuple):

@@ -22,8 +22,7 @@ from lowprec_check.schema.training import (
 from lowprec_check.schema.verdict import ExceptionInfo
 from lowprec_check.schema.ways_to_train import way_named
 
-LOST = 0.1
-"""A share of lost updates of weights or averages that is worth a finding."""
+LOST = 0.1  # a share of lost updates of weights or averages that is worth a finding
 
 
 def ways_tried(run: Run) -> list[TrainingWay]:

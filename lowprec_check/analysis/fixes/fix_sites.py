@@ -18,11 +18,8 @@ from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.scan_result import Diagnostic, Run
 from lowprec_check.schema.statements import short_op
 
-MOST_SITES = 12
-"""Expressions of one run that are looked at."""
-
-LEAST_SHARE = 0.03
-"""An op that causes a smaller part of the error is not looked at."""
+MOST_SITES = 12  # expressions of one run that are looked at
+LEAST_SHARE = 0.03  # an op that causes a smaller part of the error is not looked at
 
 
 def fails(run: Run) -> bool:

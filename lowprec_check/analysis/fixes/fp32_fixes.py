@@ -65,8 +65,7 @@ def custom_functions(site: Site, scene: Scene) -> Iterator[SourceFix]:
     yield SourceFix("custom_fwd", "computes in fp32 under autocast", owner, edits=(*edits, *imports))
 
 
-HEADROOM = 4.0
-"""So many times larger may the values of other inputs be."""
+HEADROOM = 4.0  # so many times larger may the values of other inputs be
 
 
 def in_fp32(site: Site, scene: Scene) -> Iterator[SourceFix]:

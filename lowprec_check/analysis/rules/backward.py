@@ -13,14 +13,12 @@ from lowprec_check.schema.statements import chained, counted, say, say_if
 from lowprec_check.schema.training import ParameterGradient
 from lowprec_check.schema.ways_to_train import DEFAULT_SCALE
 
-# A share of the elements of a gradient that is worth a finding.
-UNDERFLOWS = 0.1
+UNDERFLOWS = 0.1  # a share of the elements of a gradient that is worth a finding
 
 # `GradScaler` skips a step or two to find its scale; more than this share and number is odd.
 MANY_SKIPPED, LEAST_SKIPPED = 0.1, 2
 
-# What these findings have in place of an op.
-_GRADIENT = "gradient"
+_GRADIENT = "gradient"  # what these findings have in place of an op
 
 
 @rule("LP501", "gradient-underflow", "warning")

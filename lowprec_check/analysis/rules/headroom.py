@@ -22,16 +22,11 @@ from lowprec_check.schema.precisions import FP32, FloatFormat
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Sentence, chained, plain, say, say_if
 
-# A note if a value this many times as large would overflow.
-LITTLE_ROOM = 4.0
-# A note if this share of an op's non-zeros is below the smallest normal number.
-MANY_SUBNORMAL = 0.1
-# A warning needs a batch that exceeds the first by this factor, ...
-GROWTH = 1.5
-# ... and leaves less room than this factor, ...
-USED_UP = 2.0
-# ... or loses this share of an op's non-zeros.
-MOST_FLUSHED = 0.5
+LITTLE_ROOM = 4.0  # a note if a value this many times as large would overflow
+MANY_SUBNORMAL = 0.1  # a note if this share of an op's non-zeros is below the smallest normal number
+GROWTH = 1.5  # a warning needs a batch that exceeds the first by this factor, ...
+USED_UP = 2.0  # ... and leaves less room than this factor, ...
+MOST_FLUSHED = 0.5  # ... or loses this share of an op's non-zeros
 
 
 @rule("LP205", "little-headroom", "note")

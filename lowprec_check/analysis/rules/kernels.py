@@ -18,14 +18,11 @@ from lowprec_check.schema.scan_result import Gap, Run, ScanResult
 from lowprec_check.schema.statements import Sentence, chained, plain, say
 
 SLOW_RATIO = 5.0  # times as long as in fp32
-# Of the time of a run: an op that takes less of it makes nothing slow.
-LEAST_PART = 0.05
+LEAST_PART = 0.05  # of the time of a run: an op that takes less of it makes nothing slow
 SLOW_MS = 5.0
 COLD_MS = 50.0
-# Of a shorter call, what surrounds the kernel is too large a part to compare two of them.
-SHORT_MS = 0.1
-# How long a call with threads may wait for busy cores: over 80 ms was observed.
-WAIT_MS = 100.0
+SHORT_MS = 0.1  # of a shorter call, what surrounds the kernel is too large a part to compare two of them
+WAIT_MS = 100.0  # how long a call with threads may wait for busy cores: over 80 ms was observed
 
 
 @rule("LP101", "missing-kernel", "error")

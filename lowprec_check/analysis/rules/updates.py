@@ -12,8 +12,7 @@ from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Figure, Sentence, bytes_figure, chained, percent, say, say_if
 from lowprec_check.schema.training import LostUpdates
 
-# A share of lost updates of buffers and state worth a finding: below, averages still follow.
-STALLED = 0.5
+STALLED = 0.5  # a share of lost updates of buffers and state worth a finding: below, averages still follow
 
 
 class _Loss(Lost):

@@ -37,8 +37,7 @@ from lowprec_check.schema.measures import MATTERS
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Sentence, chained, plain, say, say_if
 
-# Modules that a sentence names.
-NAMED = 3
+NAMED = 3  # modules that a sentence names
 
 # -- where the error of a run comes from: shares, which are derived to first order, and what was
 # tried, which proves or disproves them

@@ -26,9 +26,7 @@ from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Sentence, chained, error_figure, percent, plain, say, say_if, short_op, some
 
-# The part of its tolerance from which on the error of a run that passes is said to be near it.
-NEAR = 0.5
-
+NEAR = 0.5  # the part of its tolerance from which on the error of a run that passes is said to be near it
 _LONGEST = 160  # characters of an exception that a table shows
 
 

@@ -16,19 +16,11 @@ from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Sentence, chained, module_name, plain, say, say_if
 from lowprec_check.schema.training import EpsilonCheck, LostUpdates, ParameterGradient, TrainingWay, Values
 
-# Smaller shares of elements that underflow, and of updates that are lost, are not mentioned.
-MATTERS = 0.001
-
+MATTERS = 0.001  # smaller shares of elements that underflow, and of updates that are lost, are not mentioned
 _NAMED = 2  # parameters in a sentence
-
-# The part of the limit of the weights from which on a run that passes is near it.
-NEAR = 0.5
-
-# A way is named if its weights and state take less than this part of the recommended one's.
-SMALLER = 0.8
-
-# Steps without a skip after which `torch.amp.GradScaler` doubles its scale.
-GROWTH_INTERVAL = 2000
+NEAR = 0.5  # the part of the limit of the weights from which on a run that passes is near it
+SMALLER = 0.8  # a way is named if its weights and state take less than this part of the recommended one's
+GROWTH_INTERVAL = 2000  # steps without a skip after which `torch.amp.GradScaler` doubles its scale
 
 _DISTANCE = "its weights end {distance:error} from those of fp32 (relative to how far these moved)"
 
@@ -340,8 +332,7 @@ _KINDS: dict[Values, str] = {
     "optimizer state": "optimizer state",
     "average": "averages of weights",
 }
-# Between a parameter and the key of its state in a name.
-_KEY = " · "
+_KEY = " · "  # between a parameter and the key of its state in a name
 
 
 def lost_kinds(run: Run) -> list[Lost]:
