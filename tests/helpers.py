@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 import lowprec_check
-from lowprec_check.engine.model.plain_run import PlainCalls, PlainResult
+from lowprec_check.engine.model.plain_run import PlainCalls
 from lowprec_check.engine.model.prepared import prepared
+from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
 from lowprec_check.engine.trace.journal import Instrumented
@@ -17,7 +18,7 @@ from lowprec_check.engine.trace.plain_modes import withholding
 from lowprec_check.report.layout.text import text
 from lowprec_check.report.scan_document import scan_document
 from lowprec_check.schema.precisions import PRECISIONS
-from lowprec_check.schema.scan_result import ScanResult
+from lowprec_check.schema.scan_result import Run, ScanResult
 
 CPU = torch.device("cpu")
 
@@ -36,6 +37,11 @@ DEFAULT = Options()
 LOW = ("half", "bfloat16", "autocast-fp16", "autocast-bf16")
 
 
+def begun(precision: str) -> RunSoFar:
+    """A run of which nothing is known yet."""
+    return RunSoFar(run=Run(precision=precision, device="cpu", status="timeout"))
+
+
 def run(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -46,12 +52,12 @@ def run(
     kwargs: dict[str, Any] | None = None,
     keep_fp32: tuple[str, ...] = (),
     budget: bool = False,
-) -> tuple[PlainResult, Instrumented]:
+) -> tuple[Run, Instrumented]:
     """Both parts of one run; the instruments must not have failed. ``budget``: with an error budget, as in a scan."""
     kwargs = kwargs or {}
     with prepared(model, PRECISIONS.get("fp32"), CPU) as ready:
         fp32_calls = PlainCalls(ready, args, kwargs, seed=0)
-        in_fp32 = fp32_calls.run(seconds=60.0)
+        in_fp32 = fp32_calls.run(begun("fp32"), seconds=60.0).run
     assert in_fp32.exception is None, in_fp32.exception
     fp32 = fp32_state(model)
     chosen = PRECISIONS.get(precision)
@@ -62,7 +68,7 @@ def run(
         snapshot = Snapshot(model)
         tolerance = chosen.tolerance
         calls = PlainCalls(ready, args, kwargs, seed=0, tolerance=tolerance, references=fp32_calls.outputs)
-        plain = calls.run(seconds=60.0)
+        plain = calls.run(begun(precision), seconds=60.0).run
         snapshot.restore()
         found = run_instrumented(ready, args, kwargs, fp32, options, calls.outputs[0] if calls.outputs else None)
     assert not found.faults, found.faults

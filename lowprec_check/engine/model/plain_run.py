@@ -30,55 +30,18 @@ from lowprec_check.engine.core.source_location import (
 )
 from lowprec_check.engine.model.call_times import CallTimes
 from lowprec_check.engine.model.prepared import Prepared
+from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.model.streamed_weights import stream_of
 from lowprec_check.engine.model.target import WithLoss
 from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.errors import UsageError, first_line, message_of, text_of, type_name
-from lowprec_check.schema.backend_checks import InputChange
-from lowprec_check.schema.base import Struct
-from lowprec_check.schema.findings import Gap
-from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo, Status
+from lowprec_check.schema.scan_result import Run
+from lowprec_check.schema.verdict import ExceptionInfo, Status
 
 COMPARED_CALLS = 3
 """Calls in a row whose outputs are compared: a model may fail or drift after its first call."""
 _FROM_GOOD_TO_BAD: tuple[Status, ...] = ("ok", "unjudged", "inaccurate", "nonfinite")
 _FALLBACK = re.compile(r"fall(ing|s)?[ -]?back.*cpu|fallback from \w+ to cpu", re.IGNORECASE)
-
-
-class PlainResult(Struct, frozen=True, kw_only=True, tag="plain"):
-    """The result of the plain part, without the output; a worker sends it."""
-
-    status: Status
-    exception: ExceptionInfo | None = None
-    output_error: ErrorStats | None = None
-    seconds: float = 0.0
-    """Of the fastest call, of those that compile and import nothing if there are any."""
-    first_seconds: float = 0.0
-    """Of the first call, and what further ones took longer because they compile or import."""
-    calls: int = 1
-    """Calls in a row, the one that failed included."""
-    judged_by_one_call: bool = False
-    """Whether its first call took so many times as long as fp32's that there was no other."""
-    failed_call: int | None = None
-    """The call that failed, or whose output has another status than the first; else ``None``."""
-    failed_input: InputChange | None = None
-    """The changed inputs that the verdict is about, compared with eager mode in this precision."""
-    random: bool = False
-    """Whether the model used random numbers."""
-    compiled: bool = False
-    """Whether the model compiles parts of itself."""
-    changes_parameters: bool = False
-    """Whether a call writes to parameters; false if their values are saved anyway."""
-    notes: tuple[str, ...] = ()
-    fallbacks: tuple[str, ...] = ()
-    loss: float | None = None
-    output_is_zero: bool = False
-    backend_gaps: list[Gap] = []
-    """The ops that the backend lacks."""
-    output_rms: float | None = None
-    """Root mean square of the fp32 tensor that the verdict is about; in fp32, of the largest."""
-    compared_output: str | None = None
-    compared_module: str | None = None
 
 
 class PlainCalls:
@@ -118,9 +81,18 @@ class PlainCalls:
         """What was warned of in the calls."""
 
     def run(
-        self, *, seconds: float, too_slow: float = math.inf, hopeless: float = math.inf, until_failed: bool = False
-    ) -> PlainResult:
-        """Call the model :data:`COMPARED_CALLS` times, within limits and until a call raises."""
+        self,
+        begun: RunSoFar,
+        *,
+        seconds: float,
+        too_slow: float = math.inf,
+        hopeless: float = math.inf,
+        until_failed: bool = False,
+    ) -> RunSoFar:
+        """Call the model :data:`COMPARED_CALLS` times, within limits and until a call raises.
+
+        Return ``begun`` with the verdict on the calls.
+        """
         seed_everything(self._seed)
         before, frames = generator_states(), compiled_frames()
         most = len(self._made) or (COMPARED_CALLS if self._references is None else len(self._references))
@@ -149,31 +121,39 @@ class PlainCalls:
             except BaseException as error:
                 reraise_interrupt(error)
                 number = times.count + 1
-                return PlainResult(
+                run = msgspec.structs.replace(
+                    begun.run,
                     status="error",
                     exception=describe_error(error, self._ready.model),
                     calls=number,
                     failed_call=number if number > 1 else None,
-                    seconds=times.fastest,
                 )
+                return msgspec.structs.replace(begun, run=run, is_judged=True, seconds=times.fastest)
         self.warnings = list(caught)
         floating = [tensor for tensor in self.outputs[0] if is_float(tensor) and tensor.numel()]
         messages = [text_of(warning.message) for warning in caught]
-        result = PlainResult(
+        run = msgspec.structs.replace(
+            begun.run,
             status="ok",
             random=drew,
             compiled=compiled_frames() > frames,
-            fallbacks=tuple(dict.fromkeys(first_line(message) for message in messages if _FALLBACK.search(message))),
+            fallbacks=list(dict.fromkeys(first_line(message) for message in messages if _FALLBACK.search(message))),
             loss=loss,
             output_is_zero=bool(floating) and all(map(is_zero, floating)),
-            seconds=times.fastest,
-            first_seconds=times.first,
             calls=times.count,
+            failed_call=None,
             judged_by_one_call=times.is_hopeless,
         )
-        if self._references is None:
-            return result
-        return judged(result, self.outputs, self._references, self._tolerance, self.paths)
+        if self._references is not None:
+            run = judged(run, self.outputs, self._references, self._tolerance, self.paths)
+        return msgspec.structs.replace(
+            begun,
+            run=run,
+            is_judged=True,
+            seconds=times.fastest,
+            first_seconds=times.first,
+            draws=True if drew else None,
+        )
 
 
 def run_once(ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int) -> tuple[Any, float]:
@@ -221,19 +201,19 @@ def describe_error(error: BaseException, model: nn.Module) -> ExceptionInfo:
 
 
 def judged(
-    plain: PlainResult,
+    run: Run,
     outputs: list[list[Tensor]],
     references: list[list[Tensor]],
     tolerance: float | None,
     paths: Sequence[str],
-) -> PlainResult:
-    """``plain`` with the worst verdict over the calls; ``paths`` name the tensors of outputs."""
+) -> Run:
+    """``run`` with the worst verdict over the calls; ``paths`` name the tensors of outputs."""
     verdicts = [judge(output, reference, tolerance) for output, reference in zip(outputs, references, strict=False)]
     badness = [(_FROM_GOOD_TO_BAD.index(status), compared.distance) for status, compared in verdicts]
     worst = badness.index(max(badness))
     later = verdicts[worst][0] != verdicts[0][0]
-    plain = msgspec.structs.replace(plain, failed_call=worst + 1 if later else None)
-    return with_verdict(plain, *verdicts[worst], paths)
+    run = msgspec.structs.replace(run, failed_call=worst + 1 if later else None)
+    return with_verdict(run, *verdicts[worst], paths)
 
 
 def judge(outputs: list[Tensor], reference: list[Tensor], tolerance: float | None) -> tuple[Status, OutputComparison]:
@@ -254,17 +234,21 @@ def judge(outputs: list[Tensor], reference: list[Tensor], tolerance: float | Non
     return "ok", compared
 
 
-def with_verdict(
-    plain: PlainResult, status: Status, compared: OutputComparison, paths: Sequence[str] = ()
-) -> PlainResult:
-    """Return ``plain`` with another verdict on its output, of which ``paths`` name the tensors."""
+def with_verdict(run: Run, status: Status, compared: OutputComparison, paths: Sequence[str] = ()) -> Run:
+    """Return ``run`` with another verdict on its output, of which ``paths`` name the tensors."""
     path = None
     if compared.leaf is not None and len(paths) > 1:
         path = paths[compared.leaf]
-    notes = (*plain.notes, *filter(None, [compared.note]))
-    error = compared.error if compared.compared else None
+    rms = compared.rms
+    if rms is not None and not math.isfinite(rms):  # JSON cannot hold it
+        rms = None
     return msgspec.structs.replace(
-        plain, status=status, output_error=error, output_rms=compared.rms, compared_output=path, notes=notes
+        run,
+        status=status,
+        output_error=compared.error if compared.compared else None,
+        output_rms=rms,
+        compared_output=path,
+        notes=[*run.notes, *filter(None, [compared.note])],
     )
 
 

@@ -16,8 +16,9 @@ from lowprec_check.engine.core.output_comparison import is_finite
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.source_location import call_model, is_user_code, show_line
 from lowprec_check.engine.model.input_draws import changed_inputs
-from lowprec_check.engine.model.plain_run import PlainResult, describe_error, judge, with_verdict
+from lowprec_check.engine.model.plain_run import describe_error, judge, with_verdict
 from lowprec_check.engine.model.prepared import Prepared
+from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.run.compiler_check import MORE_CALLS, CompilerChecker, distances, inputs_like, worst
 from lowprec_check.engine.run.margin_part import RANDOM, SLOW
 from lowprec_check.engine.run.preparation import in_eager_mode
@@ -37,14 +38,15 @@ _IN_RANGE: tuple[InputChange, ...] = ("reversed", "larger-batch")
 
 
 class BackendChecker:
-    """Compares the call of ``checker`` with eager mode; ``plain`` is the plain part's result."""
+    """Compares the call of ``checker`` with eager mode; ``plain`` is what its calls showed."""
 
-    def __init__(self, checker: CompilerChecker, plain: PlainResult, *, quantizes: bool) -> None:
-        self._checker, self._plain, self._quantizes = checker, plain, quantizes
+    def __init__(self, checker: CompilerChecker, plain: RunSoFar, *, quantizes: bool) -> None:
+        self._checker, self._plain, self._quantizes = checker, plain.run, quantizes
+        self._first_seconds = plain.first_seconds
         self._task, self._target, self._ready = checker.task, checker.target, checker.ready
         self._eager = in_eager_mode(self._ready, self._target)
-        self.observed, self.result = BackendCheck(), plain
-        """What is known so far; and ``plain``, with the verdict on changed inputs if some fail."""
+        self.observed, self.result = BackendCheck(), plain.run
+        """What is known so far; and the run, with the verdict on changed inputs if some fail."""
 
     def check(self, caught: Sequence[warnings.WarningMessage], on_input: Callable[[InputChange], Any]) -> None:
         """Set :attr:`observed` and :attr:`result`; ``caught`` is from calls on the backend."""
@@ -84,7 +86,7 @@ class BackendChecker:
             for change, call in changed_inputs(self._target, self._task.seed):
                 if self._quantizes and change not in _IN_RANGE:
                     continue
-                compiles = change == "larger-batch" and self._plain.first_seconds > SECONDS_TO_COMPILE
+                compiles = change == "larger-batch" and self._first_seconds > SECONDS_TO_COMPILE
                 if compiles or _seconds_with_core() > limit:
                     self._add(reason=SLOW)
                 elif self.result is self._plain:

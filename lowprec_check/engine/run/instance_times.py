@@ -10,7 +10,7 @@ from torch import Tensor
 from lowprec_check.engine.core.pytree import map_tensors
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_code import reraise_interrupt
-from lowprec_check.engine.run.messages import InstanceTimed, Ready, Send
+from lowprec_check.engine.run.messages import Answer, Send
 from lowprec_check.engine.run.preparation import on_backend, prepared_for
 from lowprec_check.engine.run.tasks import InstanceTask
 from lowprec_check.engine.run.turns import WARM_UP_CALLS, Receive, TimedCalls, failure_of
@@ -24,7 +24,7 @@ INSTANCE_CALLS = 5
 
 
 def time_instance(task: InstanceTask, target: Target, send: Send, receive: Receive) -> None:
-    """Prepare the model, wait until all instances start, and send the seconds of each call."""
+    """Prepare the model, say so, wait until all instances start, send the seconds of each call."""
 
     def first(tensor: Tensor) -> Tensor:
         if tensor.ndim:
@@ -41,7 +41,7 @@ def time_instance(task: InstanceTask, target: Target, send: Send, receive: Recei
         with prepared_for(task, target) as in_precision:
             calls = TimedCalls(task, target, on_backend(task, target, in_precision))
             calls.warm_up(WARM_UP_CALLS)
-            send(Ready())
+            send(Answer())
             receive()
             samples: list[float] = []
             end = system.monotonic() + INSTANCE_SECONDS
@@ -51,4 +51,4 @@ def time_instance(task: InstanceTask, target: Target, send: Send, receive: Recei
     except BaseException as error:
         reraise_interrupt(error)
         raise UsageError(failure_of(error)) from None
-    send(InstanceTimed(samples))
+    send(Answer.of(samples))

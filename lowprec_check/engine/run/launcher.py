@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 from lowprec_check.engine.run.isolation import IDLE_SECONDS, other_threads
-from lowprec_check.engine.run.outcome import Outcome
+from lowprec_check.engine.run.outcome import Outcome, only_explained
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.task_workers import SideBySide, execute
 from lowprec_check.engine.run.tasks import ExplainTask, ModelTask, RunTask
@@ -93,19 +93,20 @@ class Launcher:
         """Do ``task``, and repeat its instrumented part until that reaches its end."""
         first = dataclasses.replace(task, instrumented=task.instrumented and not self.hidden_state)
         outcome = self._with_parameters_kept(self._until_sure, first)
-        if not task.instrumented or outcome.explained is not None or outcome.faults:
+        if not task.instrumented or outcome.is_explained or outcome.faults:
             return outcome
-        failed = outcome.plain is None or outcome.plain.status == "error"
         again = dataclasses.replace(task, changes_parameters=task.changes_parameters or self.changes_parameters)
-        attempts = Attempts(again.as_task(ExplainTask, measure_once=failed))
+        so_far = outcome.so_far or task.begun()
+        attempts = Attempts(again.as_task(ExplainTask, measure_once=outcome.failed, so_far=so_far))
         explanation = outcome
         if outcome.position is None or attempts.learn(outcome):
             explanation = self.execute(attempts.task)
             while attempts.learn(explanation):
                 explanation = self.execute(attempts.task)
-        outcome.explained, outcome.gaps = explanation.explained, explanation.gaps
-        outcome.op_calls_found = explanation.op_calls_found
         if explanation is not outcome:
+            outcome.so_far = explanation.so_far or so_far
+            outcome.gaps, outcome.op_calls_found = explanation.gaps, explanation.op_calls_found
+            outcome.faults += explanation.faults
             outcome.notes += explanation.notes
         outcome.incomplete_because = explanation.why_incomplete(task.explain_budget)
         return outcome
@@ -117,7 +118,7 @@ class Launcher:
     def _with_parameters_kept(self, run: Callable[[RunTask], Outcome], task: RunTask) -> Outcome:
         """``run`` the task; again, with parameters saved, if it is the first to write to them."""
         outcome = run(task)
-        if self.changes_parameters or outcome.plain is None or not outcome.plain.changes_parameters:
+        if self.changes_parameters or outcome.so_far is None or not outcome.so_far.changes_parameters:
             return outcome
         self.changes_parameters = True
         self.side_by_side.close()  # others were begun without
@@ -127,10 +128,10 @@ class Launcher:
         """Do ``task``; once more if its process dies in the plain part: it may have been killed."""
         outcome = self.execute(task)
         # The instruments of a run in one reading may be to blame.
-        if task.reads_once and outcome.plain is None:
+        if task.reads_once and outcome.run is None:
             return self._until_sure(dataclasses.replace(task, reads_once=False))
         if not outcome.died_in_plain_part:
-            if outcome.ended in ("crashed", "timeout") and outcome.plain is not None and outcome.position is None:
+            if outcome.ended in ("crashed", "timeout") and outcome.run is not None and outcome.position is None:
                 reason = outcome.reason or f"the budget of {task.call_budget:g} s ended"
                 outcome.notes.append(f"{reason} {AFTER_VERDICT}")
             return outcome
@@ -141,7 +142,9 @@ class Launcher:
             again.notes.append(f"{outcome.reason}, once; the run was repeated")
             return again
         outcome.reason = f"{outcome.reason}, in one of two attempts"
-        outcome.explained, outcome.incomplete_because = again.explained, again.why_incomplete(task.explain_budget)
+        outcome.incomplete_because = again.why_incomplete(task.explain_budget)
+        if again.so_far is not None:
+            outcome.so_far = only_explained(again.so_far, task)
         return outcome
 
     def _as_its_user(self, task: RunTask) -> Outcome:
@@ -155,13 +158,13 @@ class Launcher:
             fresh = execute(task, self.source, "spawn")
         except (UsageError, WorkerError):
             return outcome
-        if fresh.plain is None:
+        if fresh.run is None:
             return outcome
         if fresh.passed:
             self._stop_forking()
             why, how = outcome.reason, "took too long in a forked process"
-            if outcome.plain is not None and outcome.plain.exception is not None:
-                why = outcome.plain.exception.text
+            if outcome.run is not None and outcome.run.exception is not None:
+                why = outcome.run.exception.text
             if why:
                 how = f"fails in a forked process ({why})"
             fresh.notes.append(f"the model {how}, but not in a fresh interpreter, which the runs used")

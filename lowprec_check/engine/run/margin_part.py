@@ -15,13 +15,13 @@ from lowprec_check.engine.core.output_comparison import is_finite
 from lowprec_check.engine.model.input_draws import further_draws, with_values
 from lowprec_check.engine.model.plain_run import (
     ModuleOutput,
-    PlainResult,
     judge,
     module_output,
     output_tensors,
     run_once,
 )
 from lowprec_check.engine.model.prepared import Prepared
+from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.engine.run.tasks import RunTask
@@ -67,13 +67,13 @@ class FurtherCalls:
         target: Target,
         ready: Prepared,
         rewind: Callable[[], None],
-        plain: PlainResult,
+        plain: RunSoFar,
         probe: ModuleOutput | None,
     ) -> None:
         self._task, self._target, self._ready, self._rewind = task, target, ready, rewind
         # The output of the probe is compared, if there is one, instead of the model's.
         self._plain, self._probe = plain, probe
-        self._seconds = SECONDS + SHARE * (plain.first_seconds + plain.calls * plain.seconds)
+        self._seconds = SECONDS + SHARE * (plain.first_seconds + plain.run.calls * plain.seconds)
         self._started = system.thread_time(), system.monotonic()
 
     @property
@@ -95,7 +95,7 @@ class FurtherCalls:
     def keep(self, self_error: float) -> None:
         """In the fp32 run, whose calls differ by ``self_error``: save further inputs, outputs."""
         reason = None
-        if self._plain.random:
+        if self._plain.run.random:
             reason = RANDOM
         elif self_error > REPEATS:
             reason = STATEFUL
@@ -141,7 +141,7 @@ class FurtherCalls:
 
     def tried(self, on_input: Callable[[int, InputsTried], Any]) -> InputsTried:
         """How the run does on the inputs of fp32; ``on_input`` gets the result before each call."""
-        task, output_error = self._task, self._plain.output_error
+        task, output_error = self._task, self._plain.run.output_error
         further = FurtherInputs("resampled", [], reason=NOT_KEPT)
         # Nothing was kept if the worker of fp32 ended before.
         with contextlib.suppress(Exception):
@@ -151,7 +151,7 @@ class FurtherCalls:
         if output_error is not None and output_error.distance is not None:
             largest = output_error.distance
         reason, looks = further.reason, 1
-        if self._plain.random:
+        if self._plain.run.random:
             reason = RANDOM
         for number, values, reference in further.inputs:
             # More than the first are tried by default only if an error was near the tolerance.
@@ -159,7 +159,7 @@ class FurtherCalls:
                 if not result.failed and largest < near:
                     break
                 looks = 2
-            if self._plain.random or not self._has_time:
+            if self._plain.run.random or not self._has_time:
                 reason = reason or SLOW
                 break
             on_input(number, result)

@@ -1,82 +1,49 @@
-"""What a worker sent about its task and how it ended, and the saved :class:`Run` made of it."""
+"""What becomes of a task: how its worker ended, and the run that is saved."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, Literal
 
 import msgspec
 
 from lowprec_check.analysis.choices import other_ops
-from lowprec_check.engine.model.plain_run import PlainResult
-from lowprec_check.engine.run.margin_part import with_input, with_interval
-from lowprec_check.engine.run.messages import (
-    CallStarted,
-    ChangedInputStarted,
-    GapFound,
-    InputStarted,
-    Measures,
-    OpCallsFound,
-    PartFailed,
-    Predicted,
-    ShareMeasured,
-    StandInOps,
-    TaskMessage,
-    TrainingDone,
-    TurnFailed,
-    TurnTimed,
-    WeightRead,
-)
+from lowprec_check.engine.model.run_so_far import RunSoFar
+from lowprec_check.engine.run.messages import Answer, Fault, GapFound, OpCallsFound, Started, TaskMessage, WeightRead
 from lowprec_check.engine.run.tasks import RunTask
 from lowprec_check.engine.trace.journal import Instrumented
 from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.process.breadcrumb import Position
 from lowprec_check.process.supervisor import signal_name
-from lowprec_check.schema.axes import lowers_precision
-from lowprec_check.schema.backend_checks import InputChange
-from lowprec_check.schema.measures import InputsTried
 from lowprec_check.schema.op_calls import OpCalls, concatenate, without_times
-from lowprec_check.schema.run_key import EAGER
-from lowprec_check.schema.scan_result import MEASURED, Gap, Run
+from lowprec_check.schema.scan_result import Gap, Run
 from lowprec_check.schema.statements import say
-from lowprec_check.schema.verdict import Status, look
-from lowprec_check.schema.what_if import WhatIf
+from lowprec_check.schema.verdict import look
 
 FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "SIGALRM", "SIGXCPU")
 """Signals from another process, the user or the kernel; a model that fails dies of others."""
 _NO_MEMORY = ("OutOfMemoryError", "MemoryError")
-_STORED: dict[type, str] = {
-    PlainResult: "plain",
-    TrainingDone: "training",
-    StandInOps: "stand_in_ops",
-    WeightRead: "weight_read",
-    InputStarted: "on_input",
-}
-"""The fields of messages that are kept as they are, the last of each."""
+_EXPLAINED = tuple(name for name in Instrumented.__struct_fields__ if name in Run.__struct_fields__)
+"""The fields of a run that come from its instrumented part."""
 
 
 @dataclasses.dataclass
 class Outcome:
-    """The results of a task; a part that did not run, or in which the worker died, is ``None``."""
+    """What a worker sent about its task, and how it ended."""
 
+    so_far: RunSoFar | None = None
+    """The run, as it was known last."""
+    started: Started | None = None
+    """What the worker began last."""
     call: int = 1
     """The call of the plain part that was started last."""
-    plain: PlainResult | None = None
-    measures: Measures | None = None
-    on_input: InputStarted | None = None
-    """The further input that the model runs on, and the results before it."""
-    changed_input: InputChange | None = None
     weight_read: WeightRead | None = None
     """The weight that was read last, if weights stay in their files."""
-    training: TrainingDone | None = None
-    explained: Instrumented | None = None
     gaps: list[Gap] = dataclasses.field(default_factory=list)
     """Gaps in the order they were found, for an instrumented part that did not finish."""
     op_calls_found: list[OpCalls] = dataclasses.field(default_factory=list)
-    turns: list[TurnTimed | TurnFailed] = dataclasses.field(default_factory=list)
-    what_if: list[WhatIf] | None = None
-    stand_in_ops: StandInOps | None = None
+    answers: list[Answer] = dataclasses.field(default_factory=list)
+    """Of a task that is not about a run of its own."""
     faults: list[str] = dataclasses.field(default_factory=list)
     """Failures of the tool after the plain run."""
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -97,72 +64,65 @@ class Outcome:
     def add(self, message: TaskMessage) -> None:
         """Store the content of a message."""
         match message:
-            case CallStarted():
-                self.call = message.number
-            case PlainResult() | TrainingDone() | StandInOps() | WeightRead() | InputStarted():
-                setattr(self, _STORED[type(message)], message)
-            case Measures():
-                self.measures, self.on_input, self.changed_input = message, None, None
-            case ChangedInputStarted():
-                self.changed_input = message.change
-            case Instrumented():
-                # It has all op calls that were sent before.
-                self.explained = message
-                self.op_calls_found.clear()
-            case ShareMeasured():
-                self._add_shares(message.shares)
+            case Started():
+                self.started = message
+                self.call = message.call or self.call
+            case RunSoFar():
+                # Op calls are sent once.
+                if self.so_far is not None and not message.run.op_calls:
+                    message = message.with_fields(op_calls=self.so_far.run.op_calls)
+                self.so_far = message
+            case WeightRead():
+                self.weight_read = message
             case GapFound():
                 self.gaps.append(message.gap)
             case OpCallsFound():
                 self.op_calls_found.append(message.op_calls)
-            case Predicted():
-                self.what_if = message.entries
-            case TurnTimed() | TurnFailed():
-                self.turns.append(message)
-            case PartFailed():
+            case Answer():
+                self.answers.append(message)
+            case Fault():
                 self.faults.append(message.message)
 
-    def _add_shares(self, measured: dict[str, float]) -> None:
-        if self.explained is None or self.explained.budget is None:
-            return
-        replace, budget = msgspec.structs.replace, self.explained.budget
-        modules = [replace(share, measured=measured.get(share.module, share.measured)) for share in budget.modules]
-        self.explained = replace(self.explained, budget=replace(budget, modules=modules))
+    @property
+    def run(self) -> Run | None:
+        """The run, if its plain part has a verdict."""
+        if self.so_far is None or not self.so_far.is_judged:
+            return None
+        return self.so_far.run
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether the instrumented part has ended."""
+        return self.so_far is not None and self.so_far.is_explained
+
+    @property
+    def failed(self) -> bool:
+        """Whether the plain part has no verdict, or raised an exception."""
+        return self.run is None or self.run.status == "error"
 
     @property
     def passed(self) -> bool:
         """Whether the plain part reached its end without an exception."""
-        return self.plain is not None and self.plain.exception is None and not self.died_in_plain_part
+        return not self.failed
 
     @property
     def draws(self) -> bool | None:
-        """Whether its calls draw random numbers, recorded or observed; ``None`` if unknown."""
-        if self.measures is not None and self.measures.draws is not None:
-            return self.measures.draws
-        if self.plain is not None and self.plain.random:
-            return True
-        explained = self.explained
-        if explained is None or not explained.complete or explained.faults:
-            return None
-        return explained.draws
+        """Whether its calls draw random numbers; ``None`` if unknown."""
+        return self.so_far.draws if self.so_far is not None else None
 
     @property
     def died_in_plain_part(self) -> bool:
         """Whether the process died in a plain call; measurements after the calls do not count."""
-        return self.ended == "crashed" and self.measures is None and self.position is None
-
-    @property
-    def failed_input(self) -> InputChange | None:
-        """The changed inputs on which the worker ended; a larger batch may compile for any time."""
-        took_long = self.ended != "crashed" and self.changed_input == "larger-batch"
-        return None if self.ended == "done" or took_long else self.changed_input
+        return self.ended == "crashed" and self.run is None and self.position is None
 
     @property
     def may_be_of_others(self) -> bool:
         """Whether an earlier task of its worker may be the cause: a hang, or memory ran out."""
-        hung = self.ended in ("timeout", "stuck", "idle") and self.measures is None and self.position is None
-        exception = self.plain.exception if self.plain is not None else None
-        return self.reused and (hung or (exception is not None and exception.type.endswith(_NO_MEMORY)))
+        if not self.reused:
+            return False
+        if self.run is None:
+            return self.ended in ("timeout", "stuck", "idle") and self.position is None
+        return self.run.exception is not None and self.run.exception.type.endswith(_NO_MEMORY)
 
     @property
     def killed_from_outside(self) -> bool:
@@ -179,7 +139,7 @@ class Outcome:
 
     def why_incomplete(self, budget: float) -> str | None:
         """Why, and where, the worker ended in the instrumented part; ``None`` if it did not."""
-        if self.ended == "done" or self.explained is not None:
+        if self.ended == "done" or self.is_explained:
             return None
         what = self.reason
         if self.ended != "crashed":
@@ -191,21 +151,15 @@ class Outcome:
     @property
     def verdict_so_far(self) -> str | None:
         """The verdict of the calls so far: ``ok so far, error 2.2e-03``; ``None``: unknown."""
-        if self.plain is None:
+        if self.run is None:
             return None
-        status, error = self.plain.status, self.plain.output_error
+        status, error = self.run.status, self.run.output_error
         words = look(status).word
         if status != "error":
             words += " so far"
         if error is None or status not in ("ok", "inaccurate"):
             return words
         return f"{words}, {say('error {error:error}', error=error.distance).text}"
-
-    def op_calls(self) -> OpCalls:
-        """The op calls found, whether or not the instrumented part finished."""
-        if self.explained is not None:
-            return self.explained.op_calls
-        return concatenate(self.op_calls_found)
 
 
 def describe_position(position: Position) -> str:
@@ -228,118 +182,62 @@ def compared_with(run: Run, fp32: Run | None) -> Run:
     return msgspec.structs.replace(run, budget=msgspec.structs.replace(run.budget, decisions=0.0))
 
 
-def make_run(task: RunTask, outcome: Outcome) -> Run:
-    """The run of ``task``: a part's fields go to those of the same name, except for these here."""
-    plain, measures, explained = outcome.plain, outcome.measures, outcome.explained
-    calls = outcome.op_calls()
-    fields: dict[str, Any] = {
-        "gaps": outcome.gaps,
-        "complete": not task.instrumented,
-        "calls": outcome.call,
-        "failed_call": outcome.call if outcome.call > 1 else None,
-        **_saved_fields(explained),
-        "stopped_by": explained and explained.exception,
-        "exception": None,
-        **_saved_fields(measures),
-        **_saved_fields(plain),
-        **_saved_fields(outcome.stand_in_ops),
-    }
-    notes: list[str] = []
-    if plain:
-        notes += plain.notes
-    if explained:
-        notes += [*explained.faults, *explained.notes]
-    notes += [*outcome.faults, *outcome.notes]
-    status, fields["reason"] = _status(task, outcome)
-    fields |= {
-        "status": status,
-        "tolerance": task.tolerance,
-        "op_calls": calls,
-        "setup_seconds": _setup_seconds(task, outcome),
-        "further_inputs": _further_inputs(outcome),
-        "failed_input": outcome.failed_input or fields.get("failed_input"),
-        "training": outcome.training and outcome.training.run,
-        "incomplete_because": outcome.incomplete_because or fields.get("incomplete_because"),
-        "fallbacks": list(plain.fallbacks) if plain else [],
-        "notes": notes,
-    }
-    if status == "error":
-        fields["peak_memory_bytes"] = None
-    if plain and plain.backend_gaps:
-        fields["gaps"] = plain.backend_gaps
-    # JSON cannot hold NaN and infinities.
-    for name in ("metric", "output_rms"):
-        value = fields.get(name)
-        if value is not None and not math.isfinite(value):
-            fields[name] = None
-            if name == "metric":
-                notes.append(f"metric(model) returned {value}: it is left out")
-    if task.is_reference:
-        fields |= dict.fromkeys(("output_error", "budget", "lockstep_error", "tolerance"))
-    if task.predicted is not None:
-        fields |= dict.fromkeys(MEASURED)
+def only_explained(so_far: RunSoFar, task: RunTask) -> RunSoFar:
+    """What the instrumented part of ``task`` found, without the verdict."""
+    fields = {name: getattr(so_far.run, name) for name in _EXPLAINED}
+    return msgspec.structs.replace(task.begun().with_fields(**fields), is_explained=so_far.is_explained)
+
+
+def finished(task: RunTask, outcome: Outcome) -> Run:
+    """The run of ``task``, whose worker has ended."""
+    so_far = outcome.so_far or task.begun()
+    run, fields = so_far.run, dict[str, Any]()
+    if not so_far.is_judged:
+        fields |= _end_of_plain_part(task, outcome, run)
+    elif outcome.started is not None and outcome.ended != "done":
+        started = outcome.started
+        if_ended = started.if_crashed if outcome.ended == "crashed" else started.if_late
+        run = if_ended or run
+        if run.status in ("crashed", "timeout"):
+            fields["reason"] = outcome.reason or "the process died"
+            if outcome.ended != "crashed":
+                fields["reason"] = f"exceeded the budget of {task.call_budget:g} s{_at(outcome.line)}"
+    if not so_far.is_explained:
+        fields |= {"complete": not task.instrumented, "op_calls": concatenate(outcome.op_calls_found)}
+        # A backend names the ops that it lacks itself.
+        fields["gaps"] = run.gaps or outcome.gaps
+    if outcome.incomplete_because is not None:
+        fields["incomplete_because"] = outcome.incomplete_because
+    fields["notes"] = [*run.notes, *outcome.faults, *outcome.notes]
+    run = msgspec.structs.replace(run, **fields)
+    if run.status == "error":
+        run = msgspec.structs.replace(run, peak_memory_bytes=None)
     if task.predicted is not None or not task.timed:
-        fields["op_calls"] = without_times(calls)
-    # Without the ops of the instruments; all if those of the model are not known.
-    called = set(calls.op)
-    for name in ("known_ops", "assumed_ops"):
-        fields[name] = [op for op in fields.get(name, ()) if op in called or not called]
-    return Run(
-        precision=task.precision,
-        backend=task.backend,
-        quantized=lowers_precision(task.backend),
-        device=task.shown_device,
-        memory_format=task.memory_format,
-        evidence=task.evidence,
-        keep_fp32=list(task.keep_fp32),
-        **fields,
-    )
+        run = msgspec.structs.replace(run, op_calls=without_times(run.op_calls))
+    if task.is_reference:
+        run = msgspec.structs.replace(run, output_error=None, budget=None, lockstep_error=None, tolerance=None)
+    return run
 
 
-def _saved_fields(part: msgspec.Struct | None) -> dict[str, Any]:
-    """The fields of what a part found that a run has too."""
-    if part is None:
-        return {}
-    return {name: getattr(part, name) for name in part.__struct_fields__ if name in Run.__struct_fields__}
+def _end_of_plain_part(task: RunTask, outcome: Outcome, run: Run) -> dict[str, Any]:
+    """How the plain part ended, whose worker died or took too long."""
+    call, which = outcome.call, ""
+    if call > 1:
+        which = f" on call {call}"
+    fields = {"calls": call, "failed_call": call if call > 1 else None}
+    if outcome.ended != "crashed":
+        reason = f"exceeded the budget of {task.call_budget:g} s{which}{_at(outcome.line)}"
+        return fields | {"status": "timeout", "reason": reason}
+    # The op in which it died again op by op. That analysis is about the first call.
+    place = ""
+    crashes = [gap for gap in run.gaps if gap.kind == "crash"]
+    if crashes and call == 1:
+        place = f", in {crashes[0].op}" + (f" of {crashes[0].module}" if crashes[0].module else "")
+    return fields | {"status": "crashed", "reason": f"{outcome.reason or 'the process died'}{which}{place}"}
 
 
-def _status(task: RunTask, outcome: Outcome) -> tuple[Status, str | None]:
-    which = ""
-    if outcome.call > 1:
-        which = f" on call {outcome.call}"
-    if outcome.died_in_plain_part:
-        # The op in which it died again op by op. That analysis is about the first call.
-        place = ""
-        if outcome.explained is not None and outcome.call == 1:
-            crashes = [gap for gap in outcome.explained.gaps if gap.kind == "crash"]
-            if crashes:
-                place = f", in {crashes[0].op}" + (f" of {crashes[0].module}" if crashes[0].module else "")
-        return "crashed", f"{outcome.reason or 'the process died'}{which}{place}"
-    if outcome.plain is not None and outcome.failed_input is None:
-        return outcome.plain.status, None
-    if outcome.failed_input is not None and outcome.ended == "crashed":
-        return "crashed", outcome.reason or "the process died"
-    line = ""
-    if outcome.line:
-        line = f", at {outcome.line}"
-    return "timeout", f"exceeded the budget of {task.call_budget:g} s{which}{line}"
-
-
-def _further_inputs(outcome: Outcome) -> InputsTried | None:
-    """How the run does on further inputs; one on which its worker ended fails."""
-    started = outcome.on_input
-    if started is None or outcome.ended == "done":
-        return outcome.measures.further_inputs if outcome.measures is not None else None
-    status = "crashed" if outcome.ended == "crashed" else "timeout"
-    return with_interval(with_input(started.so_far, status, math.inf, started.number), looks=2)
-
-
-def _setup_seconds(task: RunTask, outcome: Outcome) -> float | None:
-    """What preparing and compiling added to the first call, if the run got as far as its time."""
-    plain, latency_ms = outcome.plain, outcome.measures.latency_ms if outcome.measures else None
-    if plain is None or latency_ms is None or (task.backend == EAGER and not plain.compiled):
-        return None
-    return max(0.0, plain.first_seconds - latency_ms / 1e3)
+def _at(line: str | None) -> str:
+    return f", at {line}" if line else ""
 
 
 def explained_by(run: Run, eager: Run) -> Run:

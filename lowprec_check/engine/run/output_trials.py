@@ -7,6 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
+import msgspec
 from torch import Tensor
 
 from lowprec_check.analysis.error_shares import is_trusted
@@ -16,7 +17,6 @@ from lowprec_check.engine.model.plain_run import output_tensors, run_once
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_code import reraise_interrupt
-from lowprec_check.engine.run.messages import ShareMeasured
 from lowprec_check.engine.run.plain_part import Fp32Outputs
 from lowprec_check.engine.run.preparation import in_eager_mode, in_fp32, prepared_for
 from lowprec_check.engine.run.tasks import AnalysisTask
@@ -42,8 +42,8 @@ def measured_shares(
     call_seconds: float | None,
     *,
     seconds: float,
-) -> Iterator[ShareMeasured]:
-    """The shares of modules in the error of the budget's tensor, most important first."""
+) -> Iterator[ErrorBudget]:
+    """The error budget with one more share of modules measured, most important first."""
     budget = instrumented.budget
     # There are no outputs of a plain call if another one would give others.
     if outputs is None or call_seconds is None or budget is None or not (is_trusted(budget) and budget.measured):
@@ -76,7 +76,13 @@ def measured_shares(
             reraise_interrupt(failure)
             continue
         if math.isfinite(error):
-            yield ShareMeasured(dict.fromkeys(modules, 1.0 - (error / budget.measured) ** 2))
+            measured = 1.0 - (error / budget.measured) ** 2
+            shares = [
+                msgspec.structs.replace(share, measured=measured) if share.module in modules else share
+                for share in budget.modules
+            ]
+            budget = msgspec.structs.replace(budget, modules=shares)
+            yield budget
         longest = max(longest, system.thread_time() - before)
 
 

@@ -23,7 +23,6 @@ from lowprec_check.engine.model.memory import measure_memory
 from lowprec_check.engine.model.plain_run import (
     ModuleOutput,
     PlainCalls,
-    PlainResult,
     judge,
     judged,
     last_informative_module,
@@ -38,16 +37,18 @@ from lowprec_check.engine.model.streamed_weights import is_in_memory, stream_of
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.backend_check import BackendChecker
 from lowprec_check.engine.run.compiler_check import CompilerChecker
-from lowprec_check.engine.run.margin_part import SLOW, FurtherCalls
-from lowprec_check.engine.run.messages import CallStarted, ChangedInputStarted, InputStarted, Measures, Send
+from lowprec_check.engine.run.margin_part import SLOW, FurtherCalls, with_input, with_interval
+from lowprec_check.engine.run.messages import Reporter, Started
 from lowprec_check.engine.run.preparation import OnBackend, as_standalone, on_backend
 from lowprec_check.engine.run.process_memory import ProcessMemory
 from lowprec_check.engine.run.tasks import RunTask, TaskFiles
 from lowprec_check.engine.trace.plain_modes import Draw, DrawsDiffer, RecordDraws, ReplayDraws, first_nonfinite
 from lowprec_check.engine.trace.twins import storage_key
 from lowprec_check.schema.axes import BACKENDS
-from lowprec_check.schema.backend_checks import BackendCheck
+from lowprec_check.schema.backend_checks import BackendCheck, InputChange
+from lowprec_check.schema.measures import InputsTried
 from lowprec_check.schema.run_key import EAGER
+from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.ways_to_train import WayToTrain
 
 OTHER_DRAWS = "its output cannot be compared, since fp32 draws other random numbers"
@@ -90,17 +91,15 @@ class Called(NamedTuple):
 
 
 class PlainPart:
-    """Runs the plain part of ``task`` with the model ``ready``; sends what it finds."""
+    """Runs the plain part of ``task`` with the model ``ready``; reports what it finds."""
 
     def __init__(
-        self, task: RunTask, target: Target, ready: Prepared, send: Send, memory: ProcessMemory | None = None
+        self, task: RunTask, target: Target, ready: Prepared, report: Reporter, memory: ProcessMemory | None = None
     ) -> None:
         self._memory = memory
-        self.task, self.target, self.ready, self._send = task, target, ready, send
+        self.task, self.target, self.ready, self.report = task, target, ready, report
         self._call = (ready, target.args, target.kwargs)
         self._snapshot = Snapshot(ready.model, target.rewound, parameters=task.changes_parameters)
-        self._measures = Measures()
-        self.result = PlainResult(status="error")
         self.outputs: list[list[Tensor]] = []
         self.paths: list[str] = []
         """Where an output has them."""
@@ -113,21 +112,21 @@ class PlainPart:
     @property
     def too_slow(self) -> bool:
         """Whether the model failed, or is too slow to be called again."""
-        result = self.result
-        return result.status == "error" or result.judged_by_one_call or result.seconds > self.task.slow_seconds
+        so_far = self.report.so_far
+        return so_far.failed or so_far.run.judged_by_one_call or so_far.seconds > self.task.slow_seconds
 
     def called(self) -> Called:
         """What it leaves for the parts after it."""
         called = Called(self.too_slow)
         if self.outputs and not self._is_compiled:
             called = called._replace(outputs=self.outputs[0])
-        if not (self.result.random or self.result.judged_by_one_call):
-            called = called._replace(seconds=self.result.seconds)
+        if not (self.report.run.random or self.report.run.judged_by_one_call):
+            called = called._replace(seconds=self.report.so_far.seconds)
         return called
 
     @property
     def _is_compiled(self) -> bool:
-        return self.task.backend != EAGER or self.result.compiled
+        return self.task.backend != EAGER or self.report.run.compiled
 
     def run(self, made: Sequence[Any] = ()) -> None:
         """Call the model, or take the outputs that were ``made`` already; send the verdict."""
@@ -143,11 +142,12 @@ class PlainPart:
             seed=task.seed,
             tolerance=task.tolerance,
             references=saved.outputs if saved else None,
-            on_call=lambda number: self._send(CallStarted(number)),
+            on_call=lambda number: self.report.send(Started(seconds=task.part_budget, call=number)),
             prepares=task.backend != EAGER,
             made=made,
         )
-        result = calls.run(
+        so_far = calls.run(
+            task.begun(),
             seconds=task.budget / 2 if task.measured else min(2.0, task.budget / 5),
             too_slow=task.slow_seconds,
             hopeless=task.hopeless_seconds,
@@ -157,11 +157,12 @@ class PlainPart:
         self.outputs, self.paths, self._warnings = calls.outputs, calls.paths, calls.warnings
         changed = not task.changes_parameters and _fingerprint(self.ready.model) != before
         gaps = self.ready.call.gaps if isinstance(self.ready.call, OnBackend) else []
-        self.result = msgspec.structs.replace(result, changes_parameters=changed, backend_gaps=gaps)
+        so_far = msgspec.structs.replace(so_far.with_fields(gaps=gaps), changes_parameters=changed)
+        run = so_far.run
         if saved is None:
-            self.result = self._as_reference(self.result)
-            self.result = msgspec.structs.replace(self.result, notes=(*self.result.notes, *self._snapshot.notes))
-        elif self.result.status == "unjudged" and saved.probe is not None:
+            run = self._as_reference(run)
+            run = msgspec.structs.replace(run, notes=[*run.notes, *self._snapshot.notes])
+        elif run.status == "unjudged" and saved.probe is not None:
             # The output of the last module that has an informative one. The run itself has passed:
             # what the hook changes is not its fault.
             self._snapshot.rewind()
@@ -170,14 +171,14 @@ class PlainPart:
                 tensors = module_output(*self._call, task.seed, saved.probe)
             if tensors is not None:
                 self.probed = saved.probe._replace(tensors=tensors)
-                result = msgspec.structs.replace(self.result, compared_module=saved.probe.module)
-                self.result = with_verdict(result, *judge(tensors, saved.probe.tensors, task.tolerance))
-        self._send(self.result)
+                run = msgspec.structs.replace(run, compared_module=saved.probe.module)
+                run = with_verdict(run, *judge(tensors, saved.probe.tensors, task.tolerance))
+        self.report.update(msgspec.structs.replace(so_far, run=run))
 
     def draw_as_eager(self, context: contextlib.ExitStack) -> None:
         """If a compiler drew other numbers than fp32, compile without that while in ``context``."""
-        result, inductor = self.result, sys.modules.get("torch._inductor.config")
-        if result.status != "inaccurate" or not (result.random and self._is_compiled) or inductor is None:
+        run, inductor = self.report.run, sys.modules.get("torch._inductor.config")
+        if run.status != "inaccurate" or not (run.random and self._is_compiled) or inductor is None:
             return
         context.enter_context(inductor.patch(fallback_random=True))
         forget_compiled()
@@ -185,27 +186,32 @@ class PlainPart:
         self.ready = on_backend(self.task, self.target, self.ready)
         self._call = (self.ready, self.target.args, self.target.kwargs)
         self.run()
-        self.result = msgspec.structs.replace(self.result, notes=(*self.result.notes, EQUAL_DRAWS))
-        self._send(self.result)
+        self.report.add(notes=[*self.report.run.notes, EQUAL_DRAWS])
 
     def measure(self) -> None:
         """Send time and memory; of the reference, how two runs differ. Records random calls."""
-        task, result = self.task, self.result
-        if result.status == "error":
+        task, so_far = self.task, self.report.so_far
+        run = so_far.run
+        if so_far.failed:
             return
-        self._add(latency_ms=result.seconds * 1e3 if task.measured else None)
+        # The times and the memory of a device are not those of its stand-in.
+        measured = task.measured and task.predicted is None
+        if measured:
+            latency_ms, setup_seconds = so_far.seconds * 1e3, None
+            if self._is_compiled:
+                setup_seconds = max(0.0, so_far.first_seconds - so_far.seconds)
+            self.report.add(latency_ms=latency_ms, setup_seconds=setup_seconds)
         # A verdict that may rest on other random numbers than fp32's is judged again later.
-        may_draw = (task.draws or result.random) and not (task.saves_reference or self.too_slow)
-        if may_draw and result.status in ("inaccurate", "nonfinite"):
+        may_draw = (task.draws or run.random) and not (task.saves_reference or self.too_slow)
+        if may_draw and run.status in ("inaccurate", "nonfinite"):
             recorded = self._record_draws()
             self.draws = recorded or []
-            self._add(draws=recorded != [])
-        if result.status == "inaccurate" and result.random and self._is_compiled and not self.draws:
-            self.result = _without_verdict(result, OTHER_DRAWS)
-            self._send(self.result)
+            self.report.note(draws=recorded != [])
+        if run.status == "inaccurate" and run.random and self._is_compiled and not self.draws:
+            self.report.update(msgspec.structs.replace(self.report.so_far, run=_without_verdict(run, OTHER_DRAWS)))
         # The output is None if what was attached to measure could change it.
         again = None
-        if task.measured and not self.too_slow:
+        if measured and not self.too_slow:
             again = self._measure_memory()
         if not task.saves_reference:
             return
@@ -215,32 +221,40 @@ class PlainPart:
                 again, _ = run_once(*self._call, task.seed)
             compared = compare_outputs(output_tensors(again), self.outputs[0])
             if compared.compared and compared.distance > 0:
-                self._add(self_error=compared.error)
-        if result.status == "nonfinite":
+                self.report.note(self_error=compared.error)
+        if run.status == "nonfinite":
             self._snapshot.rewind()
-            self._add(nonfinite_at=first_nonfinite(*self._call, task.seed))
+            self.report.note(nonfinite_at=first_nonfinite(*self._call, task.seed))
 
     def check_backend(self) -> None:
         """Send how the backend differs from eager mode; the verdict, if changed inputs fail."""
-        task, result = self.task, self.result
-        if not self._is_compiled or result.status == "error" or not task.measured:
+        task, so_far = self.task, self.report.so_far
+        if not self._is_compiled or so_far.failed or not task.measured:
             return
         if self.too_slow:
-            self._add(backend_check=BackendCheck(reason=SLOW))
+            self.report.add(backend_check=BackendCheck(reason=SLOW))
             return
         quantizes = BACKENDS.get(task.backend).lowers_precision
-        checker = BackendChecker(self._compiler_checker(), result, quantizes=quantizes)
+        checker = BackendChecker(self._compiler_checker(), so_far, quantizes=quantizes)
         try:
-            checker.check(self._warnings, lambda change: self._send(ChangedInputStarted(change)))
+            checker.check(self._warnings, self._start_changed_input)
         finally:
-            self._add(backend_check=checker.observed)
-        if checker.result is not result:
-            self.result = checker.result
-            self._send(self.result)
+            run = msgspec.structs.replace(checker.result, backend_check=checker.observed)
+            self.report.update(msgspec.structs.replace(so_far, run=run))
+
+    def _start_changed_input(self, change: InputChange) -> None:
+        """If the worker ends now, the run fails on changed inputs."""
+        task, failed = self.task, msgspec.structs.replace(self.report.run, failed_input=change)
+        late = None
+        if change != "larger-batch":  # it may compile for any time
+            late = msgspec.structs.replace(failed, status="timeout")
+        crashed = msgspec.structs.replace(failed, status="crashed")
+        seconds = max(task.call_budget, task.explain_budget)
+        self.report.send(Started(seconds=seconds, if_crashed=crashed, if_late=late))
 
     def _compiler_checker(self) -> CompilerChecker:
         return CompilerChecker(
-            self.task, self.target, self.ready, self._snapshot.rewind, by_dynamo=self.result.compiled
+            self.task, self.target, self.ready, self._snapshot.rewind, by_dynamo=self.report.run.compiled
         )
 
     def _measure_memory(self) -> Any:
@@ -257,58 +271,69 @@ class PlainPart:
         if isinstance(call, OnBackend):
             peak = call.memory(held if task.device == "cpu" else peak)
             held = held and peak
-        self._add(peak_memory_bytes=peak, process_memory_bytes=held)
+        self.report.add(peak_memory_bytes=peak, process_memory_bytes=held)
         return output
 
     def try_further_inputs(self) -> None:
         """In the fp32 run, save further inputs; in others that pass, call the model on them."""
-        task, result = self.task, self.result
-        if task.further_inputs == 0 or not task.measured or result.status != "ok":
+        task, so_far = self.task, self.report.so_far
+        if task.further_inputs == 0 or not task.measured or so_far.run.status != "ok":
             return
         probe = self.probed
         if task.saves_reference:
             probe = Fp32Outputs.load(task.files).probe
-        calls = FurtherCalls(task, self.target, self.ready, self._snapshot.rewind, result, probe)
+        calls = FurtherCalls(task, self.target, self.ready, self._snapshot.rewind, so_far, probe)
         if not task.saves_reference:
-            self._add(further_inputs=calls.tried(lambda number, so_far: self._send(InputStarted(number, so_far))))
+            self.report.add(further_inputs=calls.tried(self._start_further_input))
             return
-        self_error, distance = self._measures.self_error, 0.0
+        self_error, distance = so_far.self_error, 0.0
         if self_error is not None:
             distance = math.inf if self_error.distance is None else self_error.distance
         calls.keep(distance)
 
+    def _start_further_input(self, number: int, so_far: InputsTried) -> None:
+        """If the worker ends now, the run fails on this input."""
+        run = self.report.run
+        ends = {}
+        for status in ("crashed", "timeout"):
+            tried = with_interval(with_input(so_far, status, math.inf, number), looks=2)
+            ends[status] = msgspec.structs.replace(run, further_inputs=tried)
+        seconds = self.task.part_budget
+        self.report.send(Started(seconds=seconds, if_crashed=ends["crashed"], if_late=ends["timeout"]))
+
     def compute_metric(self) -> None:
         """Send the value of the user's metric, if there is one and the model ran."""
         metric, call = self.target.metric, self.ready.call
-        if metric is not None and self.result.status != "error" and not self.too_slow:
+        if metric is not None and not self.report.so_far.failed and not self.too_slow:
             replaced = call.prepared if isinstance(call, OnBackend) else self.target.compiled
             self._snapshot.rewind()
-            self._add(metric=float(metric(as_standalone(self.ready, replaced))))
+            value = float(metric(as_standalone(self.ready, replaced)))
+            if math.isfinite(value):
+                self.report.add(metric=value)
+            else:  # JSON cannot hold it
+                note = f"metric(model) returned {value}: it is left out"
+                self.report.add(notes=[*self.report.run.notes, note])
 
     def check_compiler(self) -> None:
         """Send whether the compiler made the output worse, if it is compiled and not random."""
-        backend = BACKENDS.get(self.task.backend)
-        compiled = (self.result.compiled or self.task.backend != EAGER) and not backend.lowers_precision
-        if compiled and self.outputs and not (self.result.random or self.too_slow or self.task.keep_fp32):
+        task, backend = self.task, BACKENDS.get(self.task.backend)
+        compiled = self._is_compiled and not backend.lowers_precision and task.predicted is None
+        if compiled and self.outputs and not (self.report.run.random or self.too_slow or task.keep_fp32):
             # Each is sent, in case time is too short for what follows.
             for check in self._compiler_checker().checks():
-                self._add(compiler=check)
+                self.report.add(compiler=check)
 
     def add_layer_errors(self) -> None:
         """Send the errors of the layers that a backend quantized, if the model ran."""
         call = self.ready.call
-        if isinstance(call, OnBackend) and self.task.measured and self.result.status != "error":
+        if isinstance(call, OnBackend) and self.task.measured and not self.report.so_far.failed:
             with self.ready.context():
-                self._add(layer_errors=call.layer_errors())
+                self.report.add(layer_errors=call.layer_errors())
 
-    def _add(self, **measured: Any) -> None:
-        self._measures = msgspec.structs.replace(self._measures, **measured)
-        self._send(self._measures)
-
-    def _as_reference(self, result: PlainResult) -> PlainResult:
+    def _as_reference(self, run: Run) -> Run:
         """Save the outputs for the other runs. NaN is ``nonfinite``; infinities count as meant."""
-        if result.status == "error":
-            return result
+        if run.status == "error":
+            return run
         probe = None
         if judge(self.outputs[0], self.outputs[0], None)[0] == "unjudged":
             self._snapshot.rewind()
@@ -318,16 +343,17 @@ class PlainPart:
         floating = [tensor for tensors in self.outputs for tensor in tensors if is_float(tensor)]
         sizes = [root_mean_square(tensor.cpu()) for tensor in self.outputs[0] if is_float(tensor)]
         rms = max((size for size in sizes if size is not None), default=None)
-        result = msgspec.structs.replace(result, output_rms=rms)
+        if rms is not None and math.isfinite(rms):
+            run = msgspec.structs.replace(run, output_rms=rms)
         with torch_as_imported():
             has_nan, has_inf = (
                 any(bool(test(tensor).any()) for tensor in floating) for test in (torch.isnan, torch.isinf)
             )
         if has_nan:
-            return msgspec.structs.replace(result, status="nonfinite")
+            return msgspec.structs.replace(run, status="nonfinite")
         if has_inf:
-            return msgspec.structs.replace(result, notes=(*result.notes, INFINITE))
-        return result
+            return msgspec.structs.replace(run, notes=[*run.notes, INFINITE])
+        return run
 
     def _record_draws(self) -> list[list[Draw]] | None:
         """The random calls of each call; empty if there are none, ``None`` if not repeatable."""
@@ -340,14 +366,15 @@ class PlainPart:
                 return None
             of_calls.append(recorder.draws)
             # The first call is enough if it draws nothing and the others give the same output.
-            draws = bool(recorder.draws) or self.result.random
+            draws = bool(recorder.draws) or self.report.run.random
             if not draws and all(same_bits(other, output) for other in self.outputs[1:]):
                 return []
         return of_calls if any(of_calls) else []
 
 
-def judge_with_same_draws(ready: Prepared, part: PlainPart, send: Send) -> None:
-    """Send the verdict on ``part`` against fp32, ``ready``, with the same random numbers."""
+def judge_with_same_draws(ready: Prepared, part: PlainPart) -> None:
+    """Report the verdict on ``part`` against fp32, ``ready``, with the same random numbers."""
+    run = part.report.run
     call, tolerance = (ready, part.target.args, part.target.kwargs, part.task.seed), part.task.tolerance
     try:
         with compiled_code_in_eager():
@@ -357,25 +384,25 @@ def judge_with_same_draws(ready: Prepared, part: PlainPart, send: Send) -> None:
                     with replay:
                         output, _ = run_once(*call)
                     references.append([tensor.cpu().clone() for tensor in output_tensors(output)])
-                part.result = judged(part.result, part.outputs, references, tolerance, part.paths)
+                run = judged(run, part.outputs, references, tolerance, part.paths)
             else:
                 replays = [ReplayDraws(part.draws[0])]
                 with replays[0]:
                     reference = module_output(*call, part.probed)
-                part.result = with_verdict(part.result, *judge(part.probed.tensors, reference or [], tolerance))
+                run = with_verdict(run, *judge(part.probed.tensors, reference or [], tolerance))
         # Numbers that fp32 does not draw may be without an effect.
-        if part.result.status != "ok":
+        if run.status != "ok":
             for replay in replays:
                 replay.check_all_drawn()
     except DrawsDiffer as difference:
         # A finite output says nothing if fp32 draws in other places.
-        if part.result.status != "nonfinite":
-            part.result = _without_verdict(part.result, f"{OTHER_DRAWS} ({difference})")
-    send(part.result)
+        if run.status != "nonfinite":
+            run = _without_verdict(run, f"{OTHER_DRAWS} ({difference})")
+    part.report.update(msgspec.structs.replace(part.report.so_far, run=run))
 
 
-def _without_verdict(result: PlainResult, why: str) -> PlainResult:
-    return msgspec.structs.replace(result, status="unjudged", output_error=None, notes=(*result.notes, why))
+def _without_verdict(run: Run, why: str) -> Run:
+    return msgspec.structs.replace(run, status="unjudged", output_error=None, notes=[*run.notes, why])
 
 
 def _fingerprint(model: nn.Module) -> int:

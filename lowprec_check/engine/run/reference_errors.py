@@ -7,7 +7,7 @@ import re
 from lowprec_check.engine.core.devices import says_device_is_absent
 from lowprec_check.engine.core.floating_dtypes import NARROW
 from lowprec_check.engine.model.inputs import describe_inputs
-from lowprec_check.engine.model.plain_run import PlainResult
+from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.model.streamed_weights import NOT_READ
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.outcome import Outcome
@@ -15,6 +15,7 @@ from lowprec_check.engine.run.tasks import RunTask
 from lowprec_check.errors import UsageError
 from lowprec_check.process.supervisor import signal_name
 from lowprec_check.schema.axes import device_of
+from lowprec_check.schema.verdict import ExceptionInfo
 
 _SMALLER = "use a smaller batch or shorter inputs, or free some memory"
 _CUSTOM_OP_WITHOUT_CPU = re.compile(r"Could not run '(?!aten::)([^']+)' with arguments from the '\w*CPU' backend")
@@ -22,10 +23,10 @@ _OTHER_DTYPE = re.compile(r"dtype|scalar type|Input type .* and (weight|bias) ty
 _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|MemoryError|out of memory|can't allocate memory|not enough memory")
 
 
-def check_reference(task: RunTask, outcome: Outcome, target: Target) -> PlainResult:
+def check_reference(task: RunTask, outcome: Outcome, target: Target) -> RunSoFar:
     """What fp32 gave; :class:`UsageError` if it was slow, crashed, failed, or gave NaN or Inf."""
-    plain = outcome.plain
-    if plain is None and outcome.ended == "timeout":
+    so_far, run = outcome.so_far, outcome.run
+    if run is None and outcome.ended == "timeout":
         where = ""
         if outcome.line:
             where = f"; it was at {outcome.line}"
@@ -33,20 +34,22 @@ def check_reference(task: RunTask, outcome: Outcome, target: Target) -> PlainRes
             f"The model did not finish in fp32 within {task.budget:g} s{where}.",
             "Increase --budget, or use smaller inputs.",
         )
-    if plain is None:
+    if so_far is None or run is None:
         hint = "Run the model without this tool first: a scan needs a model that works in fp32."
         if signal_name(outcome.exit_code) == "SIGKILL":
             hint = f"If memory ran out: {_SMALLER}."
         raise UsageError(f"The model crashed in fp32: {outcome.reason}.", hint)
-    if plain.exception is not None:
-        raise UsageError(*failed_reference(plain, target, task.shown_device, predicted=task.predicted is not None))
-    if plain.status == "nonfinite" and task.steps:
+    if run.exception is not None:
         raise UsageError(
-            f"Training in fp32 gives NaN or Inf in step {plain.calls}, in the loss or the weights.",
+            *failed_reference(run.exception, target, task.shown_device, predicted=task.predicted is not None)
+        )
+    if run.status == "nonfinite" and task.steps:
+        raise UsageError(
+            f"Training in fp32 gives NaN or Inf in step {run.calls}, in the loss or the weights.",
             "Fix it in fp32 first: check the loss, or lower the learning rate in `optimizer`.",
         )
-    if plain.status == "nonfinite":
-        origin = outcome.measures.nonfinite_at if outcome.measures else None
+    if run.status == "nonfinite":
+        origin = so_far.nonfinite_at
         if origin is None:
             raise UsageError(
                 "The model's fp32 output has NaN or Inf.", "A weight or an input already contains it; fix that first."
@@ -56,7 +59,7 @@ def check_reference(task: RunTask, outcome: Outcome, target: Target) -> PlainRes
             f"The model's fp32 output has NaN or Inf, first produced by {op}{_place(module, source)}.",
             "Fix it in fp32 first.",
         )
-    return plain
+    return so_far
 
 
 def _place(module: str | None, source: str | None) -> str:
@@ -69,10 +72,8 @@ def _place(module: str | None, source: str | None) -> str:
     return place
 
 
-def failed_reference(plain: PlainResult, target: Target, device: str, *, predicted: bool = False) -> tuple[str, str]:
+def failed_reference(error: ExceptionInfo, target: Target, device: str, *, predicted: bool = False) -> tuple[str, str]:
     """Message and hint for an exception in fp32, or one ``predicted`` for a device not here."""
-    error = plain.exception
-    assert error is not None
     fails = "is predicted to fail" if predicted else "fails"
     part = _PARTS.get(error.phase or "forward", "model")
     message = f"The {part} {fails} in fp32 on {device}{_place(error.module, error.source)}: {error.text}"

@@ -7,7 +7,7 @@ disturbs the machine meets all of them.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -22,9 +22,49 @@ from lowprec_check.analysis.speed import (
     speedup_in_rounds,
     waits_for_host,
 )
-from lowprec_check.engine.run.messages import TurnFailed, Turns, TurnTimed
 from lowprec_check.process import system
+from lowprec_check.schema.base import Struct
 from lowprec_check.schema.measures import Latency, Speedup, TimingConditions
+
+
+class NextTurn(Struct, frozen=True):
+    """Sent to the worker: it is its turn in the rounds that time runs."""
+
+    round: int
+    """Counted from 0."""
+    on_one_core: bool
+    """Whether other programs use the cores: calls on one core, less disturbed, are timed too."""
+
+
+class TurnTimed(Struct, frozen=True, kw_only=True, tag="turn-timed"):
+    """What the calls of a run took in one round."""
+
+    row: int
+    """The position of the run among those that are timed."""
+    round: int
+    seconds: list[float]
+    waited: float | None
+    """The part of the time in which a thread waited for a core; ``None`` if unknown."""
+    is_disturbed: bool = False
+    """Whether threads waited in all of the calls."""
+    on_one_core: list[float] = []
+    """Seconds of further calls, less those in which they waited for their core."""
+    fixed_work: float
+    """Seconds of a fixed piece of work."""
+    launched: tuple[float, float] | None = None
+    """Seconds that a call takes the host, and the accelerator alone; ``None`` if unknown."""
+
+
+Turns = Mapping[int, TurnTimed]
+"""The turns of a run, by the number of the round."""
+
+
+class TurnFailed(Struct, frozen=True, tag="turn-failed"):
+    """A run failed while it was timed."""
+
+    row: int
+    reason: str
+
 
 LONG_SECONDS = 0.25
 """A longer call is timed once a turn, and needs no call before it that fills the caches."""

@@ -16,11 +16,11 @@ from lowprec_check.catalog.names import why_not_covered
 from lowprec_check.engine.core.devices import rounds_to_tf32
 from lowprec_check.engine.core.installation import extension_problem
 from lowprec_check.engine.model.prepared import autocast_problem, format_problem
+from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.model.streamed_weights import HELD_BYTES, stream_of
 from lowprec_check.engine.run.launcher import Launcher
 from lowprec_check.engine.run.memory_limits import check_weights_fit, why_too_large
-from lowprec_check.engine.run.messages import Measures
-from lowprec_check.engine.run.outcome import compared_with, explained_by, make_run
+from lowprec_check.engine.run.outcome import compared_with, explained_by, finished
 from lowprec_check.engine.run.plain_part import Fp32Outputs
 from lowprec_check.engine.run.reference_errors import check_reference
 from lowprec_check.engine.run.target_source import TargetSource
@@ -119,18 +119,18 @@ class TargetRuns:
             instrumented=first and instrumented and self._stream is None,
         )
         outcome = self._launcher.run_reference(task)
-        plain, measures = check_reference(task, outcome, self.target), outcome.measures
-        self._self_error = self._self_error_in(measures)
+        so_far = check_reference(task, outcome, self.target)
+        self._self_error = self._self_error_in(so_far)
         if self._self_error > MAX_SELF_ERROR:
             raise UsageError(
                 f"Two fp32 runs with the same seed differ by {self._self_error:.1e} (rel_l2), too much for a "
                 "reference.",
                 "Remove clocks, unseeded generators, and state outside the model's attributes from the forward.",
             )
-        self._first_seconds = plain.first_seconds
-        run = make_run(task, outcome)
-        self._drew[task.key] = outcome.draws
-        self.training = outcome.training.setup if outcome.training is not None else None
+        self._first_seconds = so_far.first_seconds
+        run = finished(task, outcome)
+        self._drew[task.key] = so_far.draws
+        self.training = so_far.training
         repeatable = self.training is None or self.training.repeatable
         run = msgspec.structs.replace(run, nondeterministic=self._self_error > 0 or not repeatable)
         if self._launcher.hidden_state:
@@ -140,9 +140,7 @@ class TargetRuns:
             self._fp32_ms, peak = timed_as.latency_ms, timed_as.peak_memory_bytes
             self.fp32 = msgspec.structs.replace(run, latency_ms=self._fp32_ms, peak_memory_bytes=peak)
         else:
-            self._fp32_ms = measures.latency_ms if measures else None
-            if self._stream is not None:
-                self._fp32_ms = plain.seconds * 1e3
+            self._fp32_ms = so_far.seconds * 1e3
             self.fp32 = self._timed(run, task)
         self._eager[run.key] = self.fp32
         return self.fp32
@@ -151,10 +149,10 @@ class TargetRuns:
         """The tensors of the output of :meth:`reference`, on the CPU."""
         return Fp32Outputs.load(self._files).outputs[0]
 
-    def _self_error_in(self, measures: Measures | None) -> float:
-        if measures is None or measures.self_error is None:
+    def _self_error_in(self, so_far: RunSoFar) -> float:
+        if so_far.self_error is None:
             return 0.0
-        within = measures.self_error.distance
+        within = so_far.self_error.distance
         if within is None:
             within = math.inf
         if not within or self.isolation == "none":
@@ -163,7 +161,7 @@ class TargetRuns:
         self._launcher.renew()
         task = self._task(REFERENCE, budget=self._reference_budget, measured=False, instrumented=False)
         again = self._launcher.execute(task)
-        error = again.plain.output_error if again.plain else None
+        error = again.run.output_error if again.run else None
         if error is None or error.distance is None:
             return within
         self._launcher.hidden_state = not error.distance
@@ -239,7 +237,7 @@ class TargetRuns:
         outcome = self._launcher.run(task)
         if not keep_fp32:
             self._drew[task.key] = outcome.draws
-        run = self._with_extension_ways(compared_with(make_run(task, outcome), self.fp32), task)
+        run = self._with_extension_ways(compared_with(finished(task, outcome), self.fp32), task)
         if measured:
             run = self._timed(run, task)
         if ablation is not None and not status_only:
@@ -276,8 +274,8 @@ class TargetRuns:
         budget = self._reference_budget
         task = self._task(REFERENCE).as_task(WhatIfTask, formats=formats, budget=budget)
         outcome = self._launcher.execute(task)
-        if outcome.what_if is not None:
-            return outcome.what_if
+        if outcome.answers:
+            return outcome.answers[-1].read(list[WhatIf])
         why = outcome.why_incomplete(budget) or "; ".join(outcome.faults)
         return [WhatIf(format=name, note=why) for name in formats]
 
@@ -293,11 +291,11 @@ class TargetRuns:
         trained = bool(task.steps) and run.status in ("ok", "inaccurate", "nonfinite")
         if run.training is None or not (fits and here and plain and trained) or extension_problem() is not None:
             return run
-        extension = task.as_task(ExtensionTask)
+        extension = task.as_task(ExtensionTask, so_far=task.begun())
         outcome = self._launcher.execute(extension)
         ways = [*run.training.ways]
-        if outcome.training is not None:
-            ways += outcome.training.run.ways
+        if outcome.so_far is not None and outcome.so_far.run.training is not None:
+            ways += outcome.so_far.run.training.ways
         notes = [*run.notes, *outcome.faults]
         why = outcome.why_incomplete(extension.part_budget)
         if why:

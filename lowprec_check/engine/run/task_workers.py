@@ -12,18 +12,9 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from lowprec_check.engine.model.plain_run import PlainResult
+from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.run.memory_limits import most_at_once
-from lowprec_check.engine.run.messages import (
-    CallStarted,
-    Checked,
-    InputStarted,
-    Measures,
-    TaskMessage,
-    TurnTimed,
-    WeightRead,
-    decode,
-)
+from lowprec_check.engine.run.messages import Answer, Started, TaskMessage, WeightRead, decode
 from lowprec_check.engine.run.outcome import Outcome, describe_position
 from lowprec_check.engine.run.place_log import model_line
 from lowprec_check.engine.run.target_source import FreshLoad, TargetSource
@@ -33,7 +24,7 @@ from lowprec_check.engine.run.worker import QUESTION, do_task, serve, work
 from lowprec_check.errors import UsageError, WorkerError
 from lowprec_check.process import Isolation, system
 from lowprec_check.process.breadcrumb import Breadcrumb, clear_shared, read_shared, shared_file
-from lowprec_check.process.function_worker import Ended, FunctionWorker, Loaded, Method
+from lowprec_check.process.function_worker import Ended, FunctionWorker, Method
 from lowprec_check.process.process_group import PRIVATE, WHOLE_PROCESS
 from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor, describe_exit, signal_name
 from lowprec_check.schema.statements import percent
@@ -102,9 +93,10 @@ def _shared_worker(task: ModelTask, source: TargetSource) -> tuple[TaskWorker, b
         worker.set_timeout(CHECK_SECONDS)
         with Supervisor[TaskWorker, TaskMessage]([worker]) as supervisor:
             for event in supervisor.events():
-                if isinstance(event, MessageEvent) and isinstance(event.message, Checked):
-                    kept.left += event.message.left
-                    if not event.message.left:
+                if isinstance(event, MessageEvent) and isinstance(event.message, Answer):
+                    left = event.message.read(list[str])
+                    kept.left += left
+                    if not left:
                         supervisor.release(worker)
                         worker.start_anew(Breadcrumb.clear(task.files.breadcrumb))
                         return worker, True
@@ -128,15 +120,12 @@ def _take(event: Event, outcome: Outcome, task: ModelTask) -> None:
     if isinstance(message, Ended):
         message.check()
         return
-    # Each call and part gets its budget. After these, the instrumented part may be next.
-    failed = isinstance(message, PlainResult) and message.status == "error"
-    if isinstance(task, AnalysisTask) and (failed or isinstance(message, Measures)):
-        worker.set_timeout(max(task.call_budget, task.explain_budget))
-    elif isinstance(message, (Loaded, CallStarted, PlainResult, InputStarted, TurnTimed, WeightRead)):
-        worker.set_timeout(task.part_budget)
-    # Each op gets its limit if the plain run failed or was too slow.
-    if failed or (isinstance(message, Loaded) and isinstance(task, ExplainTask) and task.measure_once):
-        worker.op_limit = task.op_limit
+    # The worker has said how long each step of it may take; ops are one step together.
+    if isinstance(message, (Started, RunSoFar, WeightRead, Answer)):
+        started = outcome.started
+        worker.set_timeout(started.seconds if started is not None else task.part_budget)
+    if isinstance(message, Started) and message.op_seconds is not None:
+        worker.op_limit = message.op_seconds
 
 
 def _take_state(event: StateEvent[TaskWorker], outcome: Outcome, task: ModelTask) -> None:
@@ -325,7 +314,7 @@ class SideBySide:
     def _note(self, event: Event, begun: _Begun) -> None:
         """Note the start of the first call, how many cores it uses, and the end of a worker."""
         worker, now = event.worker, system.monotonic()
-        if isinstance(event, MessageEvent) and isinstance(event.message, CallStarted):
+        if isinstance(event, MessageEvent) and isinstance(event.message, Started) and event.message.call:
             begun.called = begun.called or (now, worker.processor_seconds())
             return
         if isinstance(event, MessageEvent) and isinstance(event.message, Ended):
@@ -345,7 +334,7 @@ class SideBySide:
         if begun.watched or begun.called is None or not isinstance(begun.task, RunTask):
             return
         started, before = begun.called
-        has_result = begun.outcome.plain is not None
+        has_result = begun.outcome.run is not None
         if not has_result and now < started + WATCHED_SECONDS:
             return
         # The cores that its call uses say whether others may run beside it.

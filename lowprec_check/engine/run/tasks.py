@@ -11,14 +11,16 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from lowprec_check.engine.run.messages import Turns
+from lowprec_check.engine.model.run_so_far import RunSoFar
+from lowprec_check.engine.run.rounds import Turns
 from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.errors import UsageError
 from lowprec_check.process.breadcrumb import clear_shared, open_shared, shared_file
+from lowprec_check.schema.axes import lowers_precision
 from lowprec_check.schema.measures import Errors, PredictedDevice, Scenario
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, MemoryFormat, RunKey
-from lowprec_check.schema.scan_result import Evidence
+from lowprec_check.schema.scan_result import Evidence, Run
 
 OP_SECONDS = 1.0
 """An op may take so long, or as long as two fp32 forwards, before it is taken to be too slow."""
@@ -230,11 +232,29 @@ class RunTask(AnalysisTask):
             return max(self.call_budget, self.explain_budget)
         return self.call_budget
 
+    def begun(self) -> RunSoFar:
+        """What is known of the run before it starts."""
+        run = Run(
+            precision=self.precision,
+            backend=self.backend,
+            quantized=lowers_precision(self.backend),
+            device=self.shown_device,
+            memory_format=self.memory_format,
+            evidence=self.evidence,
+            keep_fp32=list(self.keep_fp32),
+            tolerance=self.tolerance,
+            status="timeout",
+            complete=not self.instrumented,
+        )
+        return RunSoFar(run=run)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExplainTask(AnalysisTask):
     """The instrumented part alone, after a worker has died in it or was too slow."""
 
+    so_far: RunSoFar
+    """What is known of the run."""
     slow: tuple[tuple[str, str], ...] = ()
     """Ops that are not run, and why."""
     crashed: tuple[tuple[CallSite, str], ...] = ()
@@ -263,6 +283,9 @@ class WhatIfTask(ModelTask):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExtensionTask(ModelTask):
     """Train in the ways of Intel's extension, which changes the process for good."""
+
+    so_far: RunSoFar
+    """The run, to which they are added."""
 
     @property
     def part_budget(self) -> float:

@@ -23,14 +23,14 @@ from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.run import rounds
 from lowprec_check.engine.run.instance_times import INSTANCE_SECONDS
 from lowprec_check.engine.run.launcher import Launcher
-from lowprec_check.engine.run.messages import InstanceTimed, NextTurn, Ready, TaskMessage, Turns, TurnTimed
-from lowprec_check.engine.run.rounds import LONG_SECONDS, RoundSchedule
+from lowprec_check.engine.run.messages import Answer, Started, TaskMessage
+from lowprec_check.engine.run.rounds import LONG_SECONDS, NextTurn, RoundSchedule, TurnFailed, Turns, TurnTimed
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.task_workers import TaskWorker, start_worker
 from lowprec_check.engine.run.tasks import InstanceTask, ModelTask, TimeTask, TurnsTask
 from lowprec_check.engine.run.worker import work
 from lowprec_check.errors import UsageError
-from lowprec_check.process.function_worker import Ended, Loaded, Method
+from lowprec_check.process.function_worker import Ended, Method
 from lowprec_check.process.supervisor import StateEvent, Supervisor
 from lowprec_check.schema.axes import Call
 from lowprec_check.schema.measures import Latency, Scenario, Timing, TimingConditions
@@ -183,8 +183,8 @@ def time_in_rounds(
         budget = 3 * max(task.call_budget for task in tasks)
         runs = tuple(tasks)
         task = tasks[0].as_task(TimeTask, runs=runs, final=final, earlier=earlier, budget=budget, setup_budget=0.0)
-        for turn in launcher.execute(task).turns:
-            schedule.note(turn)
+        for answer in launcher.execute(task).answers:
+            schedule.note(answer.read(TurnTimed | TurnFailed))  # type: ignore[arg-type]
     return schedule
 
 
@@ -206,7 +206,7 @@ class _Forks:
             worker = start_worker(task.as_task(TurnsTask, row=row), source, "fork")
             supervisor.add(worker)
             self._workers.append(worker)
-            self._wait_for(row, Ready)
+            self._wait_for(row)
             worker.deadline = math.inf  # others may take minutes to compile
 
     def run(self) -> None:
@@ -218,13 +218,13 @@ class _Forks:
             worker = self._workers[row]
             worker.set_timeout(3 * self._tasks[row].call_budget)
             worker.send(msgspec.msgpack.encode(NextTurn(schedule.number, on_one_core=schedule.is_disturbed)))
-            timed = self._wait_for(row, TurnTimed)
-            if isinstance(timed, TurnTimed):
-                schedule.note(timed)
+            timed = self._wait_for(row)
+            if timed is not None:
+                schedule.note(timed.read(TurnTimed))
             worker.deadline = math.inf
 
-    def _wait_for(self, row: int, kind: type[TaskMessage]) -> TaskMessage | None:
-        """The next ``kind`` of message from the fork of ``row``; ``None`` if the row has failed."""
+    def _wait_for(self, row: int) -> Answer | None:
+        """The next answer from the fork of ``row``; ``None`` if the row has failed."""
         failures = self._schedule.failures
         while row not in failures:
             event = next(self._events)
@@ -236,9 +236,9 @@ class _Forks:
                 if event.message.message is None:
                     event.message.check()
                 failures[sender] = event.message.message or ""
-            elif isinstance(event.message, Loaded):
+            elif isinstance(event.message, Started):
                 event.worker.set_timeout(3 * self._tasks[sender].call_budget)
-            elif sender == row and isinstance(event.message, kind):
+            elif sender == row and isinstance(event.message, Answer):
                 return event.message
         return None
 
@@ -307,8 +307,8 @@ def _time_here(task: InstanceTask, source: TargetSource, *, threads: int) -> lis
     samples: list[float] = []
 
     def send(message: TaskMessage) -> None:
-        if isinstance(message, InstanceTimed):
-            samples.extend(message.seconds)
+        if isinstance(message, Answer) and message.data:
+            samples.extend(message.read(list[float]))
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -333,16 +333,16 @@ def _time_in_workers(tasks: list[InstanceTask], source: TargetSource, method: Me
                 if event.state != "running" and event.worker not in finished:
                     how = "ended early" if event.state == "ended" else "exceeded the budget"
                     raise NotTimedError(f"an instance {how}")
-            elif isinstance(event.message, Loaded):
+            elif isinstance(event.message, Started):
                 event.worker.set_timeout(3 * budget)
-            elif isinstance(event.message, Ready):
+            elif isinstance(event.message, Answer) and not event.message.data:
                 ready += 1
                 if ready == len(workers):
                     for worker in workers:
                         worker.send(b"start")
                         worker.set_timeout(INSTANCE_SECONDS + budget)
-            elif isinstance(event.message, InstanceTimed):
-                samples.extend(event.message.seconds)
+            elif isinstance(event.message, Answer):
+                samples.extend(event.message.read(list[float]))
             elif isinstance(event.message, Ended):
                 if event.message.message is not None:
                     raise NotTimedError(event.message.message)

@@ -15,11 +15,11 @@ from lowprec_check.engine.core.devices import seed_everything
 from lowprec_check.engine.core.floating_dtypes import NARROW, underflows
 from lowprec_check.engine.core.output_comparison import compare_outputs
 from lowprec_check.engine.core.source_location import ModuleStack
-from lowprec_check.engine.model.plain_run import PlainResult, describe_error
+from lowprec_check.engine.model.plain_run import describe_error
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.training import make_optimizer
-from lowprec_check.engine.run.messages import PartFailed, Send, TrainingDone
+from lowprec_check.engine.run.messages import Fault, Reporter, Send
 from lowprec_check.engine.run.preparation import in_fp32, in_training
 from lowprec_check.engine.run.tasks import ModelTask
 from lowprec_check.engine.run.training_reference import TrainingReference, TrainingSteps
@@ -53,11 +53,11 @@ class TrainingPart(TrainingSteps):
         task: ModelTask,
         target: Target,
         ready: Prepared,
-        send: Send,
+        report: Reporter,
         batches: Sequence[Target],
         reference: TrainingReference,
     ) -> None:
-        super().__init__(task, target, ready, send, batches)
+        super().__init__(task, target, ready, report, batches)
         self._reference = reference
         self._underflow: dict[str, float] = {}
         """Per way, the share of the gradients' elements that underflow in the first step."""
@@ -84,18 +84,16 @@ class TrainingPart(TrainingSteps):
             if compared.compared:
                 error = compared.error
         trajectory = Trajectory() if loop is None else loop.trajectory
-        seconds = trajectory.seconds
-        self.result = PlainResult(
+        run = msgspec.structs.replace(
+            self.report.run,
             status=result.status,
             exception=result.exception,
             output_error=error,
-            seconds=min(seconds, default=0.0),
-            first_seconds=next(iter(seconds), 0.0),
             calls=max(1, trajectory.steps),
             failed_call=result.failed_step if result.failed_step != 1 else None,
             loss=next(reversed(result.losses), None),
         )
-        self._send(self.result)
+        self._add_verdict(run, trajectory.seconds)
         self._add(result, loop, watchers)
         # A step is explained as it was made: with a smaller scale, or without one if none was made.
         if result.skipped_steps:
@@ -140,7 +138,7 @@ class TrainingPart(TrainingSteps):
                 exception = describe_error(error, self.ready.model)
                 result, loop = TrainingWay(name=way.name, status="error", exception=exception, failed_step=1), None
             # The run has the memory of the first way.
-            if result.status == "ok" and self.result.status != "ok":
+            if result.status == "ok" and self.report.run.status != "ok":
                 result = msgspec.structs.replace(result, peak_memory_bytes=self._peak(way))
             self._add(result, loop, watchers)
 
@@ -177,7 +175,7 @@ class TrainingPart(TrainingSteps):
         if way != self._ways[0]:
             self._seconds += sum(trajectory.seconds)
         for fault in loop.faults:
-            self._send(PartFailed(fault))
+            self.report.send(Fault(fault))
         reference = self._reference
         spread = Spread(reference.base, reference.others, reference.samples, self.task.tolerance or 0.0)
         status: Status = "ok"
@@ -234,7 +232,7 @@ class TrainingPart(TrainingSteps):
 
     def _report(self, **changes: Any) -> None:
         self._training = msgspec.structs.replace(self._training, **changes)
-        self._send(TrainingDone(run=self._training))
+        self.report.add(training=self._training)
 
     def _try_suggested_scale(self) -> None:
         """Train with the loss scale that the largest gradient suggests; suggest the better one."""
@@ -314,6 +312,6 @@ def with_draws_of(task: ModelTask, target: Target, reference: TrainingReference,
             first_step = first_step_under(replay, ready, target, task.seed)
             replay.check_all_drawn()
         except DrawsDiffer as difference:
-            send(PartFailed(f"its first step cannot be compared, since fp32 draws other random numbers ({difference})"))
+            send(Fault(f"its first step cannot be compared, since fp32 draws other random numbers ({difference})"))
             return dataclasses.replace(reference, outputs=[], gradients={})
     return dataclasses.replace(reference, outputs=first_step.outputs, gradients=first_step.gradients)

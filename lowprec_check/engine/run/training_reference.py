@@ -16,7 +16,7 @@ from lowprec_check.engine.core.output_comparison import same_bits
 from lowprec_check.engine.model.memory import measure_memory
 from lowprec_check.engine.model.observed_training import DEFINE_PARTS, ScriptStep
 from lowprec_check.engine.model.optimizer_like import OptimizerLike, OptimizersLike
-from lowprec_check.engine.model.plain_run import PlainResult, describe_error, output_tensors
+from lowprec_check.engine.model.plain_run import describe_error, output_tensors
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
@@ -29,7 +29,7 @@ from lowprec_check.engine.model.training import (
     optimizer_code,
 )
 from lowprec_check.engine.model.user_code import call_user_code, required_arguments
-from lowprec_check.engine.run.messages import CallStarted, Measures, Send, TrainingDone
+from lowprec_check.engine.run.messages import Reporter, Started
 from lowprec_check.engine.run.tasks import ModelTask, TaskFiles
 from lowprec_check.engine.train.first_step import FirstGradients
 from lowprec_check.engine.train.lost_updates import LostUpdateCounter, Stalls
@@ -48,6 +48,7 @@ from lowprec_check.engine.train.steps import (
 from lowprec_check.engine.train.trajectory import Samples, Trajectory
 from lowprec_check.engine.train.ways.usual import PLAIN
 from lowprec_check.errors import UsageError
+from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.statements import counted
 from lowprec_check.schema.training import TrainingPhase, TrainingRun, TrainingSetup, TrainingWay
 from lowprec_check.schema.verdict import ExceptionInfo
@@ -102,15 +103,16 @@ def script_parts(target: Target) -> dict[str, Any]:
 class TrainingSteps:
     """Steps of the model ``ready`` on ``batches`` in turn, for ``task``."""
 
-    def __init__(self, task: ModelTask, target: Target, ready: Prepared, send: Send, batches: Sequence[Target]) -> None:
-        self.task, self.target, self.ready, self._send, self._batches = task, target, ready, send, batches
+    def __init__(
+        self, task: ModelTask, target: Target, ready: Prepared, report: Reporter, batches: Sequence[Target]
+    ) -> None:
+        self.task, self.target, self.ready, self.report, self._batches = task, target, ready, report, batches
         self._snapshot = Snapshot(ready.model, target.rewound, parameters=True)
         self._ways = ways_of(ready.precision, task.steps)
         """The ways to train; the first is that of the run."""
         self.explained = self._ways[0]
         """The way of the step that is explained op by op."""
         self._measures_memory = False
-        self.result = PlainResult(status="error")
         self.outputs: list[Tensor] | None = None
         """What the first step computed: its output, loss, gradients and weights, in this order."""
 
@@ -127,17 +129,16 @@ class TrainingSteps:
     @property
     def too_slow(self) -> bool:
         """Whether a step failed, or is too slow to be repeated."""
-        return self.result.status == "error" or self.result.seconds > self.task.slow_seconds
+        return self.report.so_far.failed or self.report.so_far.seconds > self.task.slow_seconds
 
     def measure(self, *, memory: bool) -> None:
         """Send the time of the fastest step, and with ``memory`` the peak of one."""
         self._measures_memory = memory and not self.too_slow
-        if self.result.status != "error":
-            measures = Measures(latency_ms=self.result.seconds * 1e3)
-            self._send(measures)
+        if not self.report.so_far.failed:
+            self.report.add(latency_ms=self.report.so_far.seconds * 1e3)
             peak = self._peak(self._ways[0])
             if peak is not None:
-                self._send(msgspec.structs.replace(measures, peak_memory_bytes=peak))
+                self.report.add(peak_memory_bytes=peak)
 
     def _peak(self, way: WayToTrain) -> int | None:
         """Peak bytes of two steps in ``way``; ``None`` if all are skipped, or not measured."""
@@ -172,6 +173,17 @@ class TrainingSteps:
     def _step(self, way: WayToTrain) -> TrainingStep:
         return TrainingStep(self.target, self.ready, way)
 
+    def _start_step(self, number: int | None = None) -> None:
+        self.report.send(Started(seconds=self.task.part_budget, call=number))
+
+    def _add_verdict(self, run: Run, seconds: Sequence[float] = ()) -> None:
+        """Add the verdict on steps that took so many seconds each."""
+        first, fastest = next(iter(seconds), 0.0), min(seconds, default=0.0)
+        judged = msgspec.structs.replace(
+            self.report.so_far, run=run, is_judged=True, seconds=fastest, first_seconds=first
+        )
+        self.report.update(judged)
+
     def _loop(
         self,
         step: TrainingStep,
@@ -185,7 +197,7 @@ class TrainingSteps:
             step,
             batches or self._batches,
             seed,
-            on_step=lambda number: self._send(CallStarted(number)),
+            on_step=self._start_step,
             on_first=on_first,
             watchers=watchers,
             names=self._compared,
@@ -195,8 +207,10 @@ class TrainingSteps:
 class ReferenceTraining(TrainingSteps):
     """Trains the model in fp32 on ``batches``, then from other seeds; sends the results."""
 
-    def __init__(self, task: ModelTask, target: Target, ready: Prepared, send: Send, batches: Sequence[Target]) -> None:
-        super().__init__(task, target, ready, send, batches)
+    def __init__(
+        self, task: ModelTask, target: Target, ready: Prepared, report: Reporter, batches: Sequence[Target]
+    ) -> None:
+        super().__init__(task, target, ready, report, batches)
         self._count = 0
         """How many of the outputs are the output and the loss."""
         self._loss: DescribedLoss | None = None
@@ -216,8 +230,9 @@ class ReferenceTraining(TrainingSteps):
             exception = msgspec.structs.replace(describe_error(failure.error, self.ready.model), phase=step.phase)
             if step.in_loss:
                 raise UsageError(*_failed_loss(exception, self.target)) from None
-            self.result = PlainResult(status="error", exception=exception, calls=loop.trajectory.steps + 1)
-            self._send(self.result)
+            calls = loop.trajectory.steps + 1
+            run = msgspec.structs.replace(self.report.run, status="error", exception=exception, calls=calls)
+            self._add_verdict(run)
             return
         rates = [float(group.get("lr", 1.0)) for group in step.updates.optimizer.param_groups]
         has_gradients = not gradients.found or any(bool(gradient.any()) for gradient in gradients.found.values())
@@ -240,17 +255,18 @@ class ReferenceTraining(TrainingSteps):
         finite = all(map(math.isfinite, base.losses)) and bool(base.weights[-1].isfinite().all())
         if differs is not None and not finite:
             raise UsageError(f"The training of the script cannot be scanned: {differs}.", DEFINE_PARTS)
-        self.result = PlainResult(
+        run = msgspec.structs.replace(
+            self.report.run,
             status="ok" if finite else "nonfinite",
-            seconds=min(base.seconds, default=0.0),
-            first_seconds=next(iter(base.seconds), 0.0),
             calls=max(1, base.steps),
+            failed_call=None,
             loss=base.losses[-1] if finite else None,
-            notes=(note,) if note is not None else (),
+            notes=[note] if note is not None else [],
         )
         if finite:
             self._add_seeds(loop, gradients.found, step, stalls)
-        self._send(self.result)
+            run = msgspec.structs.replace(run, training=self.report.run.training)
+        self._add_verdict(run, base.seconds)
 
     def _add_seeds(self, loop: Loop, gradients: dict[str, Tensor], trained: TrainingStep, stalls: Stalls) -> None:
         """Train from other seeds; save all for other runs, and send how the model was trained."""
@@ -261,7 +277,7 @@ class ReferenceTraining(TrainingSteps):
             self._batches,
             self.task.seed,
             draws=loop.draws,
-            keep_alive=lambda: self._send(CallStarted(0)),
+            keep_alive=self._start_step,
         )
         others = [self._other_seed(seeds, number) for number in range(1, SEEDS + 1)]
         assert self.outputs is not None
@@ -310,7 +326,7 @@ class ReferenceTraining(TrainingSteps):
         if counter is not None:
             way = msgspec.structs.replace(way, lost_updates=counter.share())
             run = TrainingRun(ways=[way], lost_updates=counter.figures())
-        self._send(TrainingDone(run=run, setup=setup))
+        self.report.update(msgspec.structs.replace(self.report.so_far.with_fields(training=run), training=setup))
 
     def _repeats(self, counter: LostUpdateCounter | None) -> bool:
         """Whether the first step gives the same bits again; a ``counter`` observes all steps."""

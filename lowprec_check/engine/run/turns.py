@@ -16,9 +16,9 @@ from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.engine.run.event_times import EventCalls, has_events
-from lowprec_check.engine.run.messages import NextTurn, Ready, Send, TurnFailed, TurnTimed
+from lowprec_check.engine.run.messages import Answer, Send
 from lowprec_check.engine.run.preparation import ready_for
-from lowprec_check.engine.run.rounds import LONG_SECONDS, RoundSchedule
+from lowprec_check.engine.run.rounds import LONG_SECONDS, NextTurn, RoundSchedule, TurnFailed, TurnTimed
 from lowprec_check.engine.run.tasks import ModelTask, TimeTask, TurnsTask
 from lowprec_check.errors import UsageError, first_line, message_of, type_name
 from lowprec_check.process import system
@@ -230,7 +230,7 @@ def time_in_place(task: TimeTask, target: Target, send: Send) -> None:
             reraise_interrupt(error)
             turn = TurnFailed(row, failure_of(error))
         schedule.note(turn)
-        send(turn)
+        send(Answer.of(turn))
 
 
 def time_turns(task: TurnsTask, target: Target, send: Send, receive: Receive) -> None:
@@ -242,10 +242,10 @@ def time_turns(task: TurnsTask, target: Target, send: Send, receive: Receive) ->
         with ready_for(task, target) as ready:
             calls = TimedCalls(task, target, ready)
             calls.warm_up()
-            send(Ready())
+            send(Answer())
             while (data := receive()) is not None:
                 turn = msgspec.msgpack.decode(data, type=NextTurn)
-                send(calls.turn(task.row, turn.round, on_one_core=turn.on_one_core))
+                send(Answer.of(calls.turn(task.row, turn.round, on_one_core=turn.on_one_core)))
     except BaseException as error:
         reraise_interrupt(error)
         raise UsageError(failure_of(error)) from None

@@ -15,25 +15,25 @@ from torch import Tensor
 
 from lowprec_check.engine.core.compiled import compiled_code_in_eager, compiled_frames, own_compiled_code
 from lowprec_check.engine.core.devices import generator_states, seed_everything, why_broken
-from lowprec_check.engine.model.plain_run import PlainResult, describe_error, run_once
+from lowprec_check.engine.model.plain_run import describe_error, run_once
+from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.model.streamed_weights import reads_forgotten, stream_of
 from lowprec_check.engine.model.target import Target
-from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.engine.run.instance_times import time_instance
 from lowprec_check.engine.run.leftovers import Leftovers
 from lowprec_check.engine.run.memory_limits import allowance
 from lowprec_check.engine.run.messages import (
-    Checked,
+    Answer,
+    Fault,
     GapFound,
-    Measures,
     OpCallsFound,
-    PartFailed,
-    Predicted,
+    Reporter,
     Send,
-    StandInOps,
+    Started,
     TaskMessage,
     WeightRead,
     encode,
+    faults_sent,
 )
 from lowprec_check.engine.run.output_trials import measured_shares, tried_ranges
 from lowprec_check.engine.run.place_log import note_model, packages_of
@@ -75,13 +75,14 @@ from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.engine.trace.plain_modes import withholding
 from lowprec_check.engine.trace.what_if import predict
 from lowprec_check.engine.train.steps import TrainingStep, batches_of, with_step
-from lowprec_check.errors import UsageError, first_line, message_of, type_name
+from lowprec_check.errors import UsageError, first_line, message_of
 from lowprec_check.process import system
 from lowprec_check.process.breadcrumb import Breadcrumb
-from lowprec_check.process.function_worker import Channel, Ended, Loaded
+from lowprec_check.process.function_worker import Channel, Ended
 from lowprec_check.schema.axes import BACKENDS
 from lowprec_check.schema.op_calls import FALLBACK_WARNING
 from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.ways_to_train import WayToTrain, ways_of
 
 COLD = 0.1
@@ -120,51 +121,86 @@ def run_model(task: RunTask | ExplainTask, target: Target, send: Send) -> None:
     stream = stream_of(target.model)
     if stream is not None:
         stream.on_progress = lambda name, share: send(WeightRead(name.rpartition(".")[0], share))
-    if isinstance(task, RunTask) and task.reads_once and task.instrumented and target.metric is target.compiled is None:
-        _run_in_one_reading(task, target, send)
-        return
-    slow, crashed = dict[str, str](), dict[CallSite, str]()
-    if isinstance(task, RunTask):
-        called = (_train if task.steps else _run_plain)(task, target, send)
-    else:
+    if isinstance(task, ExplainTask):
         way = ways_of(PRECISIONS.get(task.precision), task.steps)[0] if task.steps else None
-        slow, crashed, called = dict(task.slow), dict(task.crashed), Called(task.measure_once, way=way)
-    if not isinstance(task, RunTask) or task.instrumented:
-        # The times of emulated kernels mean nothing.
-        measure_once = called.too_slow and task.predicted is None
-        started = system.thread_time()
-        with _report_faults("instrumenting", send):
-            emulation = Emulation(slow, crashed, measure_once=measure_once)
-            instrumented = _instrument(task, target, called.outputs, send, emulation, called.way)
-            send(instrumented)
-            seconds = system.thread_time() - started
-            outputs, call_seconds = called.outputs, called.seconds
-            with _kernels(task):
-                for share in measured_shares(task, target, instrumented, outputs, call_seconds, seconds=seconds):
-                    send(share)
-    if task.predicted is not None:
-        send(StandInOps(known_ops(), assumed_ops()))
+        _explain(task, target, Reporter(task.so_far, send), Called(task.measure_once, way=way))
+        return
+    report = Reporter(task.begun(), send)
+    if task.reads_once and task.instrumented and target.metric is target.compiled is None:
+        _run_in_one_reading(task, target, report)
+        return
+    called = (_train if task.steps else _run_plain)(task, target, report)
+    if task.instrumented:
+        _explain(task, target, report, called)
+    else:
+        _note_ops_of_stand_in(task, report)
+
+
+def _explain(task: RunTask | ExplainTask, target: Target, report: Reporter, called: Called) -> None:
+    """The instrumented part, and what plain calls show of the modules that it blames."""
+    slow, crashed = dict[str, str](), dict[CallSite, str]()
+    if isinstance(task, ExplainTask):
+        slow, crashed = dict(task.slow), dict(task.crashed)
+    # The times of emulated kernels mean nothing.
+    measure_once = called.too_slow and task.predicted is None
+    failed = report.so_far.failed or (isinstance(task, ExplainTask) and task.measure_once)
+    seconds = task.explain_budget if isinstance(task, ExplainTask) else max(task.call_budget, task.explain_budget)
+    report.send(Started(seconds=seconds, op_seconds=task.op_limit if failed else None))
+    started = system.thread_time()
+    with report.faults_of("instrumenting"):
+        emulation = Emulation(slow, crashed, measure_once=measure_once)
+        instrumented = _instrument(task, target, called.outputs, report.send, emulation, called.way)
+        _add_explanation(report, instrumented)
+        taken = system.thread_time() - started
+        with kernels_of(task):
+            for budget in measured_shares(task, target, instrumented, called.outputs, called.seconds, seconds=taken):
+                report.add(budget=budget)
+    _note_ops_of_stand_in(task, report)
+
+
+def _add_explanation(report: Reporter, instrumented: Instrumented) -> None:
+    """Add what the instrumented part found to the run."""
+    names = [name for name in Instrumented.__struct_fields__ if name in Run.__struct_fields__]
+    fields = {name: getattr(instrumented, name) for name in names}
+    # A backend names the ops that it lacks itself.
+    fields["gaps"] = report.run.gaps or instrumented.gaps
+    fields["notes"] = [*report.run.notes, *instrumented.faults, *instrumented.notes]
+    so_far, draws = report.so_far.with_fields(**fields), report.so_far.draws
+    if draws is None and instrumented.complete and not instrumented.faults:
+        draws = instrumented.draws
+    report.update(msgspec.structs.replace(so_far, is_explained=True, draws=draws))
+
+
+def _note_ops_of_stand_in(task: AnalysisTask, report: Reporter) -> None:
+    """Add the ops in 16 bits that the stand-in for a device ran, in the catalog and not."""
+    if task.predicted is None:
+        return
+    # Without those of the instruments; all if those of the model are not known.
+    called = set(report.run.op_calls.op)
+    known, assumed = ([op for op in ops if op in called or not called] for ops in (known_ops(), assumed_ops()))
+    report.add(known_ops=known, assumed_ops=assumed)
 
 
 def predict_formats(task: WhatIfTask, target: Target, send: Send) -> None:
     """Send the output errors of formats that are not run, from one instrumented fp32 run."""
-    with _report_faults("predicting", send), prepared_for(task, target) as ready, _kernels(task):
+    with faults_sent("predicting", send), prepared_for(task, target) as ready, kernels_of(task):
         eager, breadcrumb = in_eager_mode(ready, target), Breadcrumb(task.files.breadcrumb)
         entries = predict(eager, target.args, target.kwargs, task.formats, seed=task.seed, breadcrumb=breadcrumb)
-        send(Predicted(entries))
+        send(Answer.of(entries))
 
 
 def train_with_extension(task: ExtensionTask, target: Target, send: Send) -> None:
     """Send how the model trains in the ways of Intel's extension."""
-    with _report_faults("training with Intel's extension", send), in_training(task, target) as ready:
+    with faults_sent("training with Intel's extension", send), in_training(task, target) as ready:
         reference = TrainingReference.load(task.files)
-        TrainingPart(task, target, ready, send, batches_of(target, task.steps), reference).compare_extension()
+        report = Reporter(task.so_far, send)
+        TrainingPart(task, target, ready, report, batches_of(target, task.steps), reference).compare_extension()
 
 
-def _run_plain(task: RunTask, target: Target, send: Send) -> Called:
+def _run_plain(task: RunTask, target: Target, report: Reporter) -> Called:
     memory = ProcessMemory.of(task, target.model)
-    with prepared_for(task, target) as ready, _kernels(task), contextlib.ExitStack() as context:
-        part = PlainPart(task, target, on_backend(task, target, ready), send, memory)
+    with prepared_for(task, target) as ready, kernels_of(task), contextlib.ExitStack() as context:
+        part = PlainPart(task, target, on_backend(task, target, ready), report, memory)
         part.run()
         part.draw_as_eager(context)
         for what, measure in (
@@ -175,15 +211,16 @@ def _run_plain(task: RunTask, target: Target, send: Send) -> Called:
             ("checking the compiler", part.check_compiler),
             ("comparing the layers", part.add_layer_errors),
         ):
-            with _report_faults(what, send):
+            report.send(Started(seconds=max(task.call_budget, task.explain_budget)))
+            with report.faults_of(what):
                 measure()
     if part.draws:
-        with _report_faults("comparing with the same draws", send), prepared_for(in_fp32(task), target) as ready:
-            judge_with_same_draws(in_eager_mode(ready, target), part, send)
+        with report.faults_of("comparing with the same draws"), prepared_for(in_fp32(task), target) as ready:
+            judge_with_same_draws(in_eager_mode(ready, target), part)
     return part.called()
 
 
-def _run_in_one_reading(task: RunTask, target: Target, send: Send) -> None:
+def _run_in_one_reading(task: RunTask, target: Target, report: Reporter) -> None:
     """Judge the instrumented part's output; run the plain part if that gives another one."""
     seed_everything(task.seed)
     outputs, before = list[Any](), generator_states()
@@ -193,39 +230,39 @@ def _run_in_one_reading(task: RunTask, target: Target, send: Send) -> None:
             outputs.append(output)
 
     instrumented = None
-    with _report_faults("instrumenting", send):
-        instrumented = _instrument(task, target, None, send, Emulation(), keep=keep)
+    with report.faults_of("instrumenting"):
+        instrumented = _instrument(task, target, None, report.send, Emulation(), keep=keep)
     # What changes or replaces calls may change the output.
     changed = instrumented is None or instrumented.function_mode or instrumented.emulated
     if instrumented is None or changed or instrumented.gaps or instrumented.faults or not outputs:
-        _run_plain(task, target, send)
+        _run_plain(task, target, report)
     else:
         with prepared_for(task, target) as ready:
-            PlainPart(task, target, ready, send).run(outputs[-1:])
-        send(Measures())
+            PlainPart(task, target, ready, report).run(outputs[-1:])
     if instrumented is not None:
-        send(instrumented)
+        _add_explanation(report, instrumented)
 
 
-def _train(task: RunTask, target: Target, send: Send) -> Called:
+def _train(task: RunTask, target: Target, report: Reporter) -> Called:
     """Like :func:`_run_plain`, for a task that trains; and the way to explain."""
     reference = None
     if not task.saves_reference:
         reference = TrainingReference.load(task.files)
     if reference is not None and reference.draws:
-        with _report_faults("comparing with the same random numbers", send), _kernels(task):
-            reference = with_draws_of(task, target, reference, send)
+        with report.faults_of("comparing with the same random numbers"), kernels_of(task):
+            reference = with_draws_of(task, target, reference, report.send)
     frames, batches = compiled_frames(), batches_of(target, task.steps)
-    with in_training(task, target) as ready, _kernels(task):
+    with in_training(task, target) as ready, kernels_of(task):
         part: ReferenceTraining | TrainingPart
         if reference is None:
-            part = ReferenceTraining(task, target, ready, send, batches)
+            part = ReferenceTraining(task, target, ready, report, batches)
         else:
-            part = TrainingPart(task, target, ready, send, batches, reference)
+            part = TrainingPart(task, target, ready, report, batches, reference)
         part.run()
-        with _report_faults("measuring", send):
+        report.send(Started(seconds=max(task.call_budget, task.explain_budget)))
+        with report.faults_of("measuring"):
             part.measure(memory=task.measured)
-        with _report_faults("comparing the ways to train", send):
+        with report.faults_of("comparing the ways to train"):
             part.compare_ways()
     outputs = part.outputs if compiled_frames() == frames else None  # compiled code rounds differently
     return Called(part.too_slow, outputs, way=part.explained)
@@ -271,7 +308,7 @@ def _instrument(
         with prepared_for(in_fp32(task), target) as ready, contextlib.suppress(Exception):
             run_once(in_eager_mode(ready, target), target.args, target.kwargs, task.seed)
     fp32 = fp32_state(target.model)
-    with (in_training if task.steps else prepared_for)(task, target) as ready, _kernels(task):
+    with (in_training if task.steps else prepared_for)(task, target) as ready, kernels_of(task):
         if way is not None:
             step = TrainingStep(target, ready, way, target.model)
             options, called = options._replace(step=step), with_step(ready, step)
@@ -279,7 +316,7 @@ def _instrument(
             called = in_eager_mode(ready, target)
         instrumented = run_instrumented(called, target.args, target.kwargs, fp32, options, outputs)
     if not (task.steps or task.is_reference):
-        with _kernels(task):
+        with kernels_of(task):
             trials = tried_ranges(task, target, instrumented)
         instrumented = msgspec.structs.replace(instrumented, range_trials=trials)
     if allowed.note is not None:
@@ -288,22 +325,12 @@ def _instrument(
 
 
 @contextlib.contextmanager
-def _kernels(task: ModelTask) -> Iterator[None]:
+def kernels_of(task: ModelTask) -> Iterator[None]:
     """The kernels that the model runs with: without withheld ones, or a predicted device's."""
     # A compiler would trace the emulation, so that a prediction runs compiled code in eager mode.
     eager = contextlib.nullcontext() if task.predicted is None else compiled_code_in_eager()
     with eager, withholding(task.without_kernel), standing_in(task.predicted):
         yield
-
-
-@contextlib.contextmanager
-def _report_faults(what: str, send: Send) -> Iterator[None]:
-    """Send an exception as a fault and continue: the verdict has already been sent."""
-    try:
-        yield
-    except BaseException as error:  # the user's metric may exit
-        reraise_interrupt(error)
-        send(PartFailed(f"{what} failed: {type_name(error)}: {first_line(message_of(error))}"))
 
 
 # -- The process, for one task or several
@@ -329,7 +356,7 @@ def serve(load: Callable[[], Target], channel: Channel) -> None:
     left: list[str] = []
     while (data := channel.receive()) is not None:
         if data == QUESTION:
-            channel(encode(Checked(left)))
+            channel(encode(Answer.of(left)))
             continue
         task: ModelTask = pickle.loads(data)
         send = Sender(task, channel)
@@ -342,12 +369,12 @@ class Sender:
 
     def __init__(self, task: ModelTask, channel: Channel) -> None:
         self.task, self.channel = task, channel
-        self.plain: PlainResult | None = None
+        self.so_far: RunSoFar | None = None
 
     def __call__(self, message: TaskMessage) -> None:
         """Send a message."""
-        if isinstance(message, PlainResult):
-            self.plain = message
+        if isinstance(message, RunSoFar):
+            self.so_far = message
         self.channel(encode(message))
 
 
@@ -356,7 +383,7 @@ def _do(task: ModelTask, load: Callable[[], Target], send: Sender) -> None:
 
     def load_and_work() -> None:
         target = load()
-        send(Loaded())
+        send(Started(seconds=task.part_budget))
         note_model(task.files.log, packages_of(target.model))
         try:
             work(task, target, send, send.channel.receive)
@@ -364,9 +391,10 @@ def _do(task: ModelTask, load: Callable[[], Target], send: Sender) -> None:
             broken = why_broken()
             if broken is None:
                 raise
-            if isinstance(task, RunTask) and send.plain is None:
-                send(PlainResult(status="error", exception=describe_error(error, target.model)))
-            send(PartFailed(f"the device cannot be used any more in this process: {broken}"))
+            if isinstance(task, RunTask) and not (send.so_far and send.so_far.is_judged):
+                so_far = task.begun().with_fields(status="error", exception=describe_error(error, target.model))
+                send(msgspec.structs.replace(so_far, is_judged=True))
+            send(Fault(f"the device cannot be used any more in this process: {broken}"))
 
     note_model(task.files.log)
     ended = Ended.after(load_and_work)
@@ -400,6 +428,6 @@ class _Loaded:
             return [f"the backend {task.backend}"]
         if isinstance(task, ExtensionTask):
             return ["Intel's extension"]
-        if send.plain is not None and send.plain.changes_parameters:
+        if send.so_far is not None and send.so_far.changes_parameters:
             return ["values of parameters"]
         return self._leftovers.found(parameters=not task.changes_parameters)

@@ -204,7 +204,7 @@ def _pass(
         if above and failures is not None and places.phase == "backward":
             failures.failed(error)
         exception = msgspec.structs.replace(describe_error(error, ready.model), phase=places.phase)
-        return msgspec.structs.replace(result, exception=exception), above
+        return msgspec.structs.replace(result, stopped_by=exception), above
     comparable = plain_outputs if not (result.gaps or result.emulated or failures) else None
     return _with_output(result, outputs, comparable, lockstep, options), False
 

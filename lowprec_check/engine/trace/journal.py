@@ -16,8 +16,8 @@ from lowprec_check.schema.scan_result import Gap, GapKind
 from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo
 
 
-class Instrumented(Struct, frozen=True, kw_only=True, tag="explained"):
-    """The result of the instrumented part; a worker sends it."""
+class Instrumented(Struct, frozen=True, kw_only=True):
+    """The result of the instrumented part: fields of a run, and what becomes notes of it."""
 
     gaps: list[Gap] = []
     op_calls: OpCalls = msgspec.field(default_factory=lambda: to_columns([]))
@@ -26,7 +26,8 @@ class Instrumented(Struct, frozen=True, kw_only=True, tag="explained"):
     called_modules: list[str] = []
     function_mode: bool = False
     complete: bool = True
-    exception: ExceptionInfo | None = None
+    stopped_by: ExceptionInfo | None = None
+    """The exception that ended it early."""
     perturbed: bool | None = None
     budget: ErrorBudget | None = None
     """Where the error of the output comes from, if requested."""

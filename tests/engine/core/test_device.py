@@ -10,7 +10,6 @@ from conftest import ROOT
 
 from lowprec_check import scan
 from lowprec_check.engine.core import devices
-from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.model.prepared import autocast_problem
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.run.reference_errors import failed_reference
@@ -102,7 +101,7 @@ def test_torch_cuda_is_used_only_in_a_few_files() -> None:
 def test_the_fallback_variable_is_suggested_only_for_devices_that_have_one(device: str, hint: str) -> None:
     raised = ExceptionInfo(type="NotImplementedError", message="no kernel", module=None, source=None)
     target = make_target(torch.nn.Linear(2, 2), torch.ones(1, 2))
-    message, found = failed_reference(PlainResult(status="error", exception=raised), target, device, predicted=False)
+    message, found = failed_reference(raised, target, device, predicted=False)
     assert f"fails in fp32 on {device}" in message
     assert hint in found
 
@@ -115,7 +114,7 @@ def test_a_prediction_needs_a_cpu_kernel_of_each_custom_op() -> None:
         torch.ops.only_on_cuda.double(torch.ones(1))
     error = ExceptionInfo(type="NotImplementedError", message=str(raised.value), module=None, source=None)
     target = make_target(torch.nn.Linear(2, 2), torch.ones(1, 2))
-    _, hint = failed_reference(PlainResult(status="error", exception=error), target, "cuda", predicted=True)
+    _, hint = failed_reference(error, target, "cuda", predicted=True)
     assert hint == "A prediction runs on the CPU: register a CPU kernel of only_on_cuda::double."
 
 

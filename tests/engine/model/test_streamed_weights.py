@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from helpers import begun
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -681,7 +682,8 @@ def test_a_slow_call_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
     for model, calls in zip(streamed(lambda: Imports(4, 4), tmp_path / "weights.safetensors"), (2, 1), strict=True):
         with prepared(model, PRECISIONS.get("fp32"), torch.device("cpu")) as ready:
-            assert PlainCalls(ready, (torch.ones(4),), {}, seed=0).run(seconds=0.0).calls == calls
+            plain = PlainCalls(ready, (torch.ones(4),), {}, seed=0).run(begun("fp32"), seconds=0.0)
+            assert plain.run.calls == calls
 
 
 def test_what_analyzed_a_run_is_told_of_no_later_weight(tmp_path: Path) -> None:

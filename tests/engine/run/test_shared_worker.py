@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import torch
@@ -20,7 +21,6 @@ from torch import Tensor, nn
 from lowprec_check import Run, ScanResult, scan
 from lowprec_check.engine.core import devices
 from lowprec_check.engine.model.memory import free_weights
-from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.model.target import Target, make_target
 from lowprec_check.engine.run import isolation, target_source, worker
 from lowprec_check.engine.run.isolation import isolation_on
@@ -270,9 +270,9 @@ def test_a_device_that_breaks_outside_of_a_call_is_an_error_of_the_row(monkeypat
     with open_task_files() as files:
         outcome = Launcher(source, "shared").execute(RunTask(precision="half", device="cpu", files=files))
     source.close()
-    assert outcome.plain is not None
-    assert outcome.plain.status == "error"
-    assert "device-side assert" in str(outcome.plain.exception)
+    assert outcome.run is not None
+    assert outcome.run.status == "error"
+    assert "device-side assert" in str(outcome.run.exception)
 
 
 def test_weights_that_are_freed_keep_their_shapes_and_ties() -> None:
@@ -294,7 +294,8 @@ def counts_calls(task: RunTask, target: Target, send: Send) -> None:
     if task.precision == "autocast-fp16":
         os.kill(os.getpid(), signal.SIGKILL)
     target.model.calls = getattr(target.model, "calls", 0) + 1  # type: ignore[assignment]
-    send(PlainResult(status="ok", notes=(task.precision, str(os.getpid()))))
+    so_far = task.begun().with_fields(status="ok", notes=[task.precision, str(os.getpid())])
+    send(msgspec.structs.replace(so_far, is_judged=True))
 
 
 def test_a_shared_worker_does_one_task_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,10 +306,10 @@ def test_a_shared_worker_does_one_task_after_another(monkeypatch: pytest.MonkeyP
         one = RunTask(precision="half", device="cpu", files=files)
         for precision in ("half", "bfloat16", "autocast-fp16"):
             outcome = launcher.execute(dataclasses.replace(one, precision=precision))
-            notes.append(outcome.plain.notes if outcome.plain else (outcome.ended, str(outcome.reason)))
+            notes.append(outcome.run.notes if outcome.run else (outcome.ended, str(outcome.reason)))
         after = launcher.execute(one)
-    assert after.plain is not None
-    last = int(after.plain.notes[1])
+    assert after.run is not None
+    last = int(after.run.notes[1])
     assert psutil.pid_exists(last)
     source.close()
     assert not psutil.pid_exists(last)
@@ -316,7 +317,7 @@ def test_a_shared_worker_does_one_task_after_another(monkeypatch: pytest.MonkeyP
     assert (first, second, ended) == ("half", "bfloat16", "crashed")
     assert process == same != str(os.getpid())
     assert "SIGKILL" in reason
-    assert (after.plain.notes[0], after.plain.notes[1] != process) == ("half", True)
+    assert (after.run.notes[0], after.run.notes[1] != process) == ("half", True)
     assert source.kept.started == 2
 
 

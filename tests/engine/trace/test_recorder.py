@@ -67,7 +67,7 @@ def test_status_is_that_of_the_bare_model(kinds: list[type[Step]], precision: st
 @given(kinds=chains_with_gaps, precision=st.sampled_from(("half", "bfloat16")))
 def test_one_pass_finds_the_gaps_of_repeated_fixing_and_rerunning(kinds: list[type[Step]], precision: str) -> None:
     _, found = run(build(kinds), (inputs(),), precision)
-    assert found.complete, found.exception
+    assert found.complete, found.stopped_by
     assert gap_ops(found) == fix_and_rerun(lambda: build(kinds), inputs(), precision)
 
 
@@ -234,8 +234,8 @@ def test_an_error_of_the_model_itself_is_raised() -> None:
     _, found = run(FailsBothWays(), (inputs(),), "half")
     assert not found.gaps
     assert not found.complete
-    assert found.exception is not None
-    assert "cannot be multiplied" in found.exception.message
+    assert found.stopped_by is not None
+    assert "cannot be multiplied" in found.stopped_by.message
 
 
 def test_a_numeric_failure_continues_with_the_reference() -> None:
