@@ -36,10 +36,10 @@ from lowprec_check.engine.model.prepared import Prepared, prepared
 from lowprec_check.engine.model.target import Target, make_target
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
 from lowprec_check.engine.run.preparation import ready_for
-from lowprec_check.engine.run.rounds import RoundSchedule
-from lowprec_check.engine.run.tasks import ModelTask, TimeTask
-from lowprec_check.engine.run.turns import time_in_place
+from lowprec_check.engine.run.tasks import ModelTask
 from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
+from lowprec_check.features.times.rounds import RoundSchedule, TurnFailed, TurnTimed
+from lowprec_check.features.times.turns import TimeTask
 from lowprec_check.schema.precisions import PRECISIONS
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -210,10 +210,10 @@ def timed(target: Target, device: torch.device) -> Iterator[dict[str, Any]]:
         for name in TIMED_PRECISIONS
     )
     messages: list[Any] = []
-    time_in_place(tasks[0].as_task(TimeTask, runs=tasks), target, messages.append)
+    tasks[0].as_task(TimeTask, runs=tasks).do(target, messages.append, lambda: None)
     schedule = RoundSchedule(len(tasks))
     for message in messages:
-        schedule.note(message)
+        schedule.note(message.read(TurnTimed | TurnFailed))
     truth = []
     for task in tasks:
         with ready_for(task, target) as ready:

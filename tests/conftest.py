@@ -33,8 +33,8 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_check.cli.main import main
-from lowprec_check.engine.run import rounds, turns
 from lowprec_check.engine.run.launcher import Launcher
+from lowprec_check.features.times import rounds, turns
 from lowprec_check.report.registry import render
 from lowprec_check.schema.axes import BACKENDS, Backend
 from lowprec_check.schema.scan_result import ScanResult

@@ -26,6 +26,7 @@ from lowprec_check.engine.model.target import Calibration, make_target
 from lowprec_check.engine.model.training import MakeOptimizer
 from lowprec_check.engine.plan.planner import plan_for_scan
 from lowprec_check.engine.run.further_runs import checked_on, open_batches, run_references, with_ablation
+from lowprec_check.engine.run.hooks import features
 from lowprec_check.engine.run.isolation import check_isolation
 from lowprec_check.engine.run.memory_limits import gibibytes
 from lowprec_check.engine.run.model_info import describe_target
@@ -187,10 +188,11 @@ def growing_scan(
         runs, conditions = target_runs.time(result.runs[1:])
         result = msgspec.structs.replace(result, runs=runs, timing_conditions=conditions)
         yield result
-        if options.what_if:
-            predicted = target_runs.what_if(tuple(options.what_if))
-            result = msgspec.structs.replace(result, what_if=predicted)
-            yield result
+        for feature in features():
+            added = feature.after_runs(target_runs, result, options)
+            if added is not None:
+                result = added
+                yield result
         batches = [target_runs, *further]
         about = machine.environment | {"torch": result.torch}
         yield plan_for_scan(batches, result, about, source.name, wanted=options.plan)

@@ -17,8 +17,8 @@ from lowprec_check.analysis.speed import CLEAR, is_faster, ratio_text, speed
 from lowprec_check.analysis.statements.advice import verdict as verdict_of
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.compat.scan_process import Request, row_of
-from lowprec_check.engine.run.rounds import RoundSchedule, TurnTimed
-from lowprec_check.engine.run.timed_runs import _rivals
+from lowprec_check.features.times.rounds import RoundSchedule, TurnTimed
+from lowprec_check.features.times.timed_runs import _rivals
 from lowprec_check.report.blocks import SpeedOf, speed_text
 from lowprec_check.report.runs_table import runs_table
 from lowprec_check.schema.findings import Prefer

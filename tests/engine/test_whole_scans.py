@@ -28,8 +28,8 @@ from lowprec_check.engine.run import target_runs, task_workers, tasks
 from lowprec_check.engine.run.target_source import load_here
 from lowprec_check.engine.run.target_spec import TargetSpec
 from lowprec_check.engine.run.task_workers import SideBySide
-from lowprec_check.engine.run.timed_runs import NotTimedError
 from lowprec_check.engine.scan import scan_target
+from lowprec_check.features.times.timed_runs import NotTimedError
 from lowprec_check.process.function_worker import FunctionWorker
 from lowprec_check.schema.options import ScanOptions
 

@@ -78,6 +78,8 @@ class Answer(Struct, frozen=True, tag="answer"):
 TaskMessage = Started | RunSoFar | GapFound | OpCallsFound | WeightRead | Fault | Answer | Ended
 
 Send = Callable[[TaskMessage], None]
+Receive = Callable[[], bytes | None]
+"""Waits for what the parent sends; ``None`` if nothing more will come."""
 _DECODER: msgspec.msgpack.Decoder[TaskMessage] = msgspec.msgpack.Decoder(TaskMessage)
 
 

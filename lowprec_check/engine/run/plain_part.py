@@ -35,22 +35,19 @@ from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.streamed_weights import is_in_memory, stream_of
 from lowprec_check.engine.model.target import Target
-from lowprec_check.engine.run.backend_check import BackendChecker
-from lowprec_check.engine.run.compiler_check import CompilerChecker
-from lowprec_check.engine.run.margin_part import SLOW, FurtherCalls, with_input, with_interval
 from lowprec_check.engine.run.messages import Reporter, Started
-from lowprec_check.engine.run.preparation import OnBackend, as_standalone, on_backend
+from lowprec_check.engine.run.preparation import OnBackend, on_backend
 from lowprec_check.engine.run.process_memory import ProcessMemory
 from lowprec_check.engine.run.tasks import RunTask, TaskFiles
 from lowprec_check.engine.trace.plain_modes import Draw, DrawsDiffer, RecordDraws, ReplayDraws, first_nonfinite
 from lowprec_check.engine.trace.twins import storage_key
-from lowprec_check.schema.axes import BACKENDS
-from lowprec_check.schema.backend_checks import BackendCheck, InputChange
-from lowprec_check.schema.measures import InputsTried
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.ways_to_train import WayToTrain
 
+SLOW = "a call takes too long to try more inputs"
+RANDOM = "the model draws random numbers"
+"""Why a run that passes is not tried on other inputs."""
 OTHER_DRAWS = "its output cannot be compared, since fp32 draws other random numbers"
 EQUAL_DRAWS = (
     "compiled with torch._inductor.config.fallback_random = True, with which it draws the random numbers of eager mode"
@@ -103,7 +100,8 @@ class PlainPart:
         self.outputs: list[list[Tensor]] = []
         self.paths: list[str] = []
         """Where an output has them."""
-        self._warnings: list[warnings.WarningMessage] = []
+        self.warnings: list[warnings.WarningMessage] = []
+        """What was warned of in the calls."""
         self.probed: ModuleOutput | None = None
         """The output of a module that was judged in place of that of the model."""
         self.draws: list[list[Draw]] = []
@@ -115,17 +113,22 @@ class PlainPart:
         so_far = self.report.so_far
         return so_far.failed or so_far.run.judged_by_one_call or so_far.seconds > self.task.slow_seconds
 
+    def rewind(self) -> None:
+        """Restore the state of the model, the inputs and the process from before the calls."""
+        self._snapshot.rewind()
+
     def called(self) -> Called:
         """What it leaves for the parts after it."""
         called = Called(self.too_slow)
-        if self.outputs and not self._is_compiled:
+        if self.outputs and not self.is_compiled:
             called = called._replace(outputs=self.outputs[0])
         if not (self.report.run.random or self.report.run.judged_by_one_call):
             called = called._replace(seconds=self.report.so_far.seconds)
         return called
 
     @property
-    def _is_compiled(self) -> bool:
+    def is_compiled(self) -> bool:
+        """Whether its calls ran compiled code, or on another backend."""
         return self.task.backend != EAGER or self.report.run.compiled
 
     def run(self, made: Sequence[Any] = ()) -> None:
@@ -154,7 +157,7 @@ class PlainPart:
             # What random numbers excuse is not known before the last call.
             until_failed=task.status_only and not task.draws,
         )
-        self.outputs, self.paths, self._warnings = calls.outputs, calls.paths, calls.warnings
+        self.outputs, self.paths, self.warnings = calls.outputs, calls.paths, calls.warnings
         changed = not task.changes_parameters and _fingerprint(self.ready.model) != before
         gaps = self.ready.call.gaps if isinstance(self.ready.call, OnBackend) else []
         so_far = msgspec.structs.replace(so_far.with_fields(gaps=gaps), changes_parameters=changed)
@@ -165,7 +168,7 @@ class PlainPart:
         elif run.status == "unjudged" and saved.probe is not None:
             # The output of the last module that has an informative one. The run itself has passed:
             # what the hook changes is not its fault.
-            self._snapshot.rewind()
+            self.rewind()
             tensors = None
             with contextlib.suppress(Exception):
                 tensors = module_output(*self._call, task.seed, saved.probe)
@@ -178,11 +181,11 @@ class PlainPart:
     def draw_as_eager(self, context: contextlib.ExitStack) -> None:
         """If a compiler drew other numbers than fp32, compile without that while in ``context``."""
         run, inductor = self.report.run, sys.modules.get("torch._inductor.config")
-        if run.status != "inaccurate" or not (run.random and self._is_compiled) or inductor is None:
+        if run.status != "inaccurate" or not (run.random and self.is_compiled) or inductor is None:
             return
         context.enter_context(inductor.patch(fallback_random=True))
         forget_compiled()
-        self._snapshot.rewind()
+        self.rewind()
         self.ready = on_backend(self.task, self.target, self.ready)
         self._call = (self.ready, self.target.args, self.target.kwargs)
         self.run()
@@ -198,7 +201,7 @@ class PlainPart:
         measured = task.measured and task.predicted is None
         if measured:
             latency_ms, setup_seconds = so_far.seconds * 1e3, None
-            if self._is_compiled:
+            if self.is_compiled:
                 setup_seconds = max(0.0, so_far.first_seconds - so_far.seconds)
             self.report.add(latency_ms=latency_ms, setup_seconds=setup_seconds)
         # A verdict that may rest on other random numbers than fp32's is judged again later.
@@ -207,7 +210,7 @@ class PlainPart:
             recorded = self._record_draws()
             self.draws = recorded or []
             self.report.note(draws=recorded != [])
-        if run.status == "inaccurate" and run.random and self._is_compiled and not self.draws:
+        if run.status == "inaccurate" and run.random and self.is_compiled and not self.draws:
             self.report.update(msgspec.structs.replace(self.report.so_far, run=_without_verdict(run, OTHER_DRAWS)))
         # The output is None if what was attached to measure could change it.
         again = None
@@ -217,55 +220,24 @@ class PlainPart:
             return
         if stream_of(self.ready.model) is None:
             if again is None:
-                self._snapshot.rewind()
+                self.rewind()
                 again, _ = run_once(*self._call, task.seed)
             compared = compare_outputs(output_tensors(again), self.outputs[0])
             if compared.compared and compared.distance > 0:
                 self.report.note(self_error=compared.error)
         if run.status == "nonfinite":
-            self._snapshot.rewind()
+            self.rewind()
             self.report.note(nonfinite_at=first_nonfinite(*self._call, task.seed))
-
-    def check_backend(self) -> None:
-        """Send how the backend differs from eager mode; the verdict, if changed inputs fail."""
-        task, so_far = self.task, self.report.so_far
-        if not self._is_compiled or so_far.failed or not task.measured:
-            return
-        if self.too_slow:
-            self.report.add(backend_check=BackendCheck(reason=SLOW))
-            return
-        quantizes = BACKENDS.get(task.backend).lowers_precision
-        checker = BackendChecker(self._compiler_checker(), so_far, quantizes=quantizes)
-        try:
-            checker.check(self._warnings, self._start_changed_input)
-        finally:
-            run = msgspec.structs.replace(checker.result, backend_check=checker.observed)
-            self.report.update(msgspec.structs.replace(so_far, run=run))
-
-    def _start_changed_input(self, change: InputChange) -> None:
-        """If the worker ends now, the run fails on changed inputs."""
-        task, failed = self.task, msgspec.structs.replace(self.report.run, failed_input=change)
-        late = None
-        if change != "larger-batch":  # it may compile for any time
-            late = msgspec.structs.replace(failed, status="timeout")
-        crashed = msgspec.structs.replace(failed, status="crashed")
-        seconds = max(task.call_budget, task.explain_budget)
-        self.report.send(Started(seconds=seconds, if_crashed=crashed, if_late=late))
-
-    def _compiler_checker(self) -> CompilerChecker:
-        return CompilerChecker(
-            self.task, self.target, self.ready, self._snapshot.rewind, by_dynamo=self.report.run.compiled
-        )
 
     def _measure_memory(self) -> Any:
         """Send the memory of a call, and return its output."""
         task, call = self.task, self.ready.call
         held = peak = output = None
-        self._snapshot.rewind()
+        self.rewind()
         if self._memory is not None:
             prepared = call.prepared if isinstance(call, OnBackend) else None
             held = self._memory.peak(lambda: run_once(*self._call, task.seed), self.outputs.clear, prepared)
-            self._snapshot.rewind()
+            self.rewind()
         if not (isinstance(call, OnBackend) and task.device == "cpu"):
             peak, output = measure_memory(*self._call, seed=task.seed)
         if isinstance(call, OnBackend):
@@ -274,69 +246,13 @@ class PlainPart:
         self.report.add(peak_memory_bytes=peak, process_memory_bytes=held)
         return output
 
-    def try_further_inputs(self) -> None:
-        """In the fp32 run, save further inputs; in others that pass, call the model on them."""
-        task, so_far = self.task, self.report.so_far
-        if task.further_inputs == 0 or not task.measured or so_far.run.status != "ok":
-            return
-        probe = self.probed
-        if task.saves_reference:
-            probe = Fp32Outputs.load(task.files).probe
-        calls = FurtherCalls(task, self.target, self.ready, self._snapshot.rewind, so_far, probe)
-        if not task.saves_reference:
-            self.report.add(further_inputs=calls.tried(self._start_further_input))
-            return
-        self_error, distance = so_far.self_error, 0.0
-        if self_error is not None:
-            distance = math.inf if self_error.distance is None else self_error.distance
-        calls.keep(distance)
-
-    def _start_further_input(self, number: int, so_far: InputsTried) -> None:
-        """If the worker ends now, the run fails on this input."""
-        run = self.report.run
-        ends = {}
-        for status in ("crashed", "timeout"):
-            tried = with_interval(with_input(so_far, status, math.inf, number), looks=2)
-            ends[status] = msgspec.structs.replace(run, further_inputs=tried)
-        seconds = self.task.part_budget
-        self.report.send(Started(seconds=seconds, if_crashed=ends["crashed"], if_late=ends["timeout"]))
-
-    def compute_metric(self) -> None:
-        """Send the value of the user's metric, if there is one and the model ran."""
-        metric, call = self.target.metric, self.ready.call
-        if metric is not None and not self.report.so_far.failed and not self.too_slow:
-            replaced = call.prepared if isinstance(call, OnBackend) else self.target.compiled
-            self._snapshot.rewind()
-            value = float(metric(as_standalone(self.ready, replaced)))
-            if math.isfinite(value):
-                self.report.add(metric=value)
-            else:  # JSON cannot hold it
-                note = f"metric(model) returned {value}: it is left out"
-                self.report.add(notes=[*self.report.run.notes, note])
-
-    def check_compiler(self) -> None:
-        """Send whether the compiler made the output worse, if it is compiled and not random."""
-        task, backend = self.task, BACKENDS.get(self.task.backend)
-        compiled = self._is_compiled and not backend.lowers_precision and task.predicted is None
-        if compiled and self.outputs and not (self.report.run.random or self.too_slow or task.keep_fp32):
-            # Each is sent, in case time is too short for what follows.
-            for check in self._compiler_checker().checks():
-                self.report.add(compiler=check)
-
-    def add_layer_errors(self) -> None:
-        """Send the errors of the layers that a backend quantized, if the model ran."""
-        call = self.ready.call
-        if isinstance(call, OnBackend) and self.task.measured and not self.report.so_far.failed:
-            with self.ready.context():
-                self.report.add(layer_errors=call.layer_errors())
-
     def _as_reference(self, run: Run) -> Run:
         """Save the outputs for the other runs. NaN is ``nonfinite``; infinities count as meant."""
         if run.status == "error":
             return run
         probe = None
         if judge(self.outputs[0], self.outputs[0], None)[0] == "unjudged":
-            self._snapshot.rewind()
+            self.rewind()
             with contextlib.suppress(Exception):
                 probe = last_informative_module(*self._call, self.task.seed)
         Fp32Outputs(self.outputs, probe).save(self.task.files)
@@ -357,7 +273,7 @@ class PlainPart:
 
     def _record_draws(self) -> list[list[Draw]] | None:
         """The random calls of each call; empty if there are none, ``None`` if not repeatable."""
-        self._snapshot.rewind()
+        self.rewind()
         of_calls = []
         for output in self.outputs:
             with compiled_code_in_eager(), RecordDraws() as recorder:

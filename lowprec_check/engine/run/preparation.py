@@ -8,15 +8,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
+from lowprec_check.engine.core.compiled import compiled_code_in_eager
 from lowprec_check.engine.core.devices import generator_restorers, kept_generators, seed_everything
-from lowprec_check.engine.core.pytree import map_tensors
 from lowprec_check.engine.model.prepared import Prepared, prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.memory_limits import check_weights_fit
 from lowprec_check.engine.run.tasks import ModelTask
+from lowprec_check.engine.stand_in.stand_in_process import standing_in
+from lowprec_check.engine.trace.plain_modes import withholding
 from lowprec_check.engine.train.steps import TrainingStep, with_step
 from lowprec_check.schema.axes import BACKENDS, Backend, Call, Example, UnsupportedOpsError
 from lowprec_check.schema.findings import Gap
@@ -66,6 +67,15 @@ def prepared_for(
 def in_fp32(task: ModelTask) -> ModelTask:
     """``task`` with the model in fp32."""
     return dataclasses.replace(task, precision=REFERENCE, memory_format=CONTIGUOUS, keep_fp32=())
+
+
+@contextlib.contextmanager
+def kernels_of(task: ModelTask) -> Iterator[None]:
+    """The kernels that the model runs with: without withheld ones, or a predicted device's."""
+    # A compiler would trace the emulation, so that a prediction runs compiled code in eager mode.
+    eager = contextlib.nullcontext() if task.predicted is None else compiled_code_in_eager()
+    with eager, withholding(task.without_kernel), standing_in(task.predicted):
+        yield
 
 
 @contextlib.contextmanager
@@ -160,45 +170,3 @@ class OnBackend:
         """The errors of the layers that the backend quantized."""
         example = self._example(*self._ready.inputs(*self._target.inputs))
         return self._backend.layer_errors(self.prepared, self._ready.model, example)
-
-
-# -- For the user's metric: a module of its own, which accepts fp32 inputs on the CPU
-
-
-def as_standalone(ready: Prepared, replaced: Callable[..., Any] | None = None) -> nn.Module:
-    """``ready`` as a module that casts and moves its inputs; it calls ``replaced`` if given."""
-    if replaced is not None:
-        return _Replaced(ready, replaced)
-    model, device = ready.model, ready.device
-    ready.application.make_standalone(model, device.type)
-    if device.type != "cpu":
-
-        def move(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-            return map_tensors(args, lambda t: t.to(device)), map_tensors(kwargs, lambda t: t.to(device))
-
-        model.register_forward_pre_hook(move, with_kwargs=True, prepend=True)
-    return model
-
-
-class _Replaced(nn.Module):
-    """Calls what replaced a model; it has the attributes of the model."""
-
-    def __init__(self, ready: Prepared, replaced: Callable[..., Any]) -> None:
-        super().__init__()
-        self.replaced_model = ready.model
-        # In lists, in which modules are not registered again.
-        self._ready, self._call = [ready], [replaced]
-        self.training = ready.model.training
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call on inputs that are cast and moved."""
-        ready = self._ready[0]
-        inputs, named = ready.inputs(args, kwargs)
-        with ready.context():
-            return self._call[0](*inputs, **named)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("replaced_model"), name)

@@ -18,22 +18,15 @@ from lowprec_check.engine.core.installation import extension_problem
 from lowprec_check.engine.model.prepared import autocast_problem, format_problem
 from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.model.streamed_weights import HELD_BYTES, stream_of
+from lowprec_check.engine.run.hooks import TimedRuns, features
 from lowprec_check.engine.run.launcher import Launcher
 from lowprec_check.engine.run.memory_limits import check_weights_fit, why_too_large
 from lowprec_check.engine.run.outcome import compared_with, explained_by, finished
 from lowprec_check.engine.run.plain_part import Fp32Outputs
 from lowprec_check.engine.run.reference_errors import check_reference
 from lowprec_check.engine.run.target_source import TargetSource
-from lowprec_check.engine.run.tasks import (
-    ExtensionTask,
-    ModelTask,
-    RunOptions,
-    RunTask,
-    TaskFiles,
-    WhatIfTask,
-    open_task_files,
-)
-from lowprec_check.engine.run.timed_runs import NotTimedError, TimedRuns, time_in_scenario, time_runs, untimed
+from lowprec_check.engine.run.tasks import ModelTask, RunOptions, RunTask, TaskFiles, open_task_files
+from lowprec_check.engine.run.training_part import ExtensionTask
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.schema.axes import BACKENDS, device_type
@@ -43,7 +36,6 @@ from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE, MemoryFor
 from lowprec_check.schema.scan_result import Run, skipped
 from lowprec_check.schema.training import TrainingSetup
 from lowprec_check.schema.ways_to_train import WAYS
-from lowprec_check.schema.what_if import WhatIf
 
 REFERENCE_BUDGET = 600.0
 """Budget in seconds of the fp32 run, whose time is not known yet."""
@@ -70,7 +62,8 @@ class TargetRuns:
 
     def __init__(self, source: TargetSource, options: RunOptions, isolation: Isolation, files: TaskFiles) -> None:
         self.target, self.options, self._files = source.target, options, files
-        self._launcher = Launcher(source, isolation)
+        self.launcher = Launcher(source, isolation)
+        self._features = features()  # forks have their modules, too
         self.fp32: Run | None = None
         self.training: TrainingSetup | None = None
         """How the model is trained; known after the reference."""
@@ -89,15 +82,15 @@ class TargetRuns:
     @property
     def isolation(self) -> Isolation:
         """Where runs happen."""
-        return self._launcher.isolation
+        return self.launcher.isolation
 
     def close(self) -> None:
         """End what was begun in advance."""
-        self._launcher.side_by_side.close()
+        self.launcher.side_by_side.close()
 
     def show_step(self, search: str, step: str | None) -> None:
         """Show the ``step`` of a ``search``, if there is one, as progress in place of its runs'."""
-        source = self._launcher.source
+        source = self.launcher.source
         source.search_step = None
         if step is not None:
             source.search_step = (search, step)
@@ -113,12 +106,12 @@ class TargetRuns:
             check_weights_fit(self.target.model, torch.device("cpu"), self.isolation)
         task = self._task(
             REFERENCE,
-            budget=self._reference_budget,
+            budget=self.reference_budget,
             saves_reference=True,
             measured=first,
             instrumented=first and instrumented and self._stream is None,
         )
-        outcome = self._launcher.run_reference(task)
+        outcome = self.launcher.run_reference(task)
         so_far = check_reference(task, outcome, self.target)
         self._self_error = self._self_error_in(so_far)
         if self._self_error > MAX_SELF_ERROR:
@@ -133,7 +126,7 @@ class TargetRuns:
         self.training = so_far.training
         repeatable = self.training is None or self.training.repeatable
         run = msgspec.structs.replace(run, nondeterministic=self._self_error > 0 or not repeatable)
-        if self._launcher.hidden_state:
+        if self.launcher.hidden_state:
             run = msgspec.structs.replace(run, notes=[*run.notes, HIDDEN_STATE])
         # The time of fp32 sets the limits of all other runs.
         if timed_as is not None:
@@ -141,9 +134,13 @@ class TargetRuns:
             self.fp32 = msgspec.structs.replace(run, latency_ms=self._fp32_ms, peak_memory_bytes=peak)
         else:
             self._fp32_ms = so_far.seconds * 1e3
-            self.fp32 = self._timed(run, task)
+            self.fp32 = self._completed(run, task)
         self._eager[run.key] = self.fp32
         return self.fp32
+
+    def reference_task(self) -> RunTask:
+        """The task of the fp32 run, for what is found from another such run."""
+        return self._task(REFERENCE)
 
     def fp32_output(self) -> list[Tensor]:
         """The tensors of the output of :meth:`reference`, on the CPU."""
@@ -158,17 +155,18 @@ class TargetRuns:
         if not within or self.isolation == "none":
             return within
         # They do in one process, in spite of the rewound state: another process makes the second.
-        self._launcher.renew()
-        task = self._task(REFERENCE, budget=self._reference_budget, measured=False, instrumented=False)
-        again = self._launcher.execute(task)
+        self.launcher.renew()
+        task = self._task(REFERENCE, budget=self.reference_budget, measured=False, instrumented=False)
+        again = self.launcher.execute(task)
         error = again.run.output_error if again.run else None
         if error is None or error.distance is None:
             return within
-        self._launcher.hidden_state = not error.distance
+        self.launcher.hidden_state = not error.distance
         return error.distance
 
     @property
-    def _reference_budget(self) -> float:
+    def reference_budget(self) -> float:
+        """Seconds for each part of the fp32 run."""
         return self.options.budget or REFERENCE_BUDGET
 
     @property
@@ -193,11 +191,11 @@ class TargetRuns:
     def in_order(self, keys: Sequence[RunKey]) -> list[RunKey]:
         """``keys`` in the order to run them: slow ones last, which may run side by side."""
         options = self.options
-        alone = self._stream is not None or self._launcher.hidden_state or options.scenario is not None
+        alone = self._stream is not None or self.launcher.hidden_state or options.scenario is not None
         if not alone and options.device == "cpu" and options.steps == 0 and options.batches <= 1:
             slow = [key for key in keys if key.backend == EAGER and self.is_slow(key.precision)]
             possible = [key for key in slow if self._why_skipped(key) is None]
-            self._launcher.side_by_side.expect(map(self._usual_task, possible))
+            self.launcher.side_by_side.expect(map(self._usual_task, possible))
         return sorted(keys, key=lambda key: self.is_slow(key.precision))
 
     def run(
@@ -234,12 +232,12 @@ class TargetRuns:
         if keep_fp32 and self.fp32 is not None:
             drew = {self._drew.get(task.key), self._drew.get(self.fp32.key)}
             task = dataclasses.replace(task, draws=drew != {False})
-        outcome = self._launcher.run(task)
+        outcome = self.launcher.run(task)
         if not keep_fp32:
             self._drew[task.key] = outcome.draws
         run = self._with_extension_ways(compared_with(finished(task, outcome), self.fp32), task)
         if measured:
-            run = self._timed(run, task)
+            run = self._completed(run, task)
         if ablation is not None and not status_only:
             self._ablations[ablation] = run
         if backend == EAGER and instrumented and not keep_fp32:
@@ -249,35 +247,33 @@ class TargetRuns:
         return explained_by(run, eager)
 
     def time(self, runs: Sequence[Run]) -> TimedRuns:
-        """fp32 and ``runs``, with times in rounds over all; without, if times are not compared."""
+        """fp32 and ``runs``, with times that can be compared; without, if there are none."""
         assert self.fp32 is not None
         self.close()
-        if self.options.predicted is not None or not self.options.timed or self._stream is not None:
-            return untimed([self.fp32, *runs])
+        for feature in self._features:
+            timed = feature.timed(self, runs)
+            if timed is not None:
+                return timed
+        # Those of plain parts are not fit for a comparison.
+        return TimedRuns([msgspec.structs.replace(run, latency_ms=None) for run in (self.fp32, *runs)], None)
 
-        def task_of(run: Run) -> ModelTask:
-            return self._usual_task(
-                run.key._replace(precision=run.base or run.precision),
-                keep_fp32=tuple(run.keep_fp32),
-                usual_ms=run.latency_ms,
-                setup_budget=BACKENDS.get(run.backend).setup_budget,
-            )
+    @property
+    def has_times(self) -> bool:
+        """Whether times are asked for, and are those of the device and of weights in memory."""
+        return self.options.timed and self.options.predicted is None and self._stream is None
 
-        return time_runs(self.fp32, runs, task_of, self._launcher)
+    def task_to_time(self, run: Run) -> ModelTask:
+        """The task whose calls are timed for ``run``."""
+        return self._usual_task(
+            run.key._replace(precision=run.base or run.precision),
+            keep_fp32=tuple(run.keep_fp32),
+            usual_ms=run.latency_ms,
+            setup_budget=BACKENDS.get(run.backend).setup_budget,
+        )
 
     def is_slow(self, precision: str) -> bool:
         """Whether the device does not accelerate its format: one call may decide about a run."""
         return PRECISIONS.get(precision).format.short in self.options.slow_formats
-
-    def what_if(self, formats: tuple[str, ...]) -> list[WhatIf]:
-        """The output error that each of ``formats`` would cause, predicted from an fp32 run."""
-        budget = self._reference_budget
-        task = self._task(REFERENCE).as_task(WhatIfTask, formats=formats, budget=budget)
-        outcome = self._launcher.execute(task)
-        if outcome.answers:
-            return outcome.answers[-1].read(list[WhatIf])
-        why = outcome.why_incomplete(budget) or "; ".join(outcome.faults)
-        return [WhatIf(format=name, note=why) for name in formats]
 
     def _with_extension_ways(self, run: Run, task: RunTask) -> Run:
         """``run`` with the ways of Intel's extension, if it fits; notes say what failed."""
@@ -292,7 +288,7 @@ class TargetRuns:
         if run.training is None or not (fits and here and plain and trained) or extension_problem() is not None:
             return run
         extension = task.as_task(ExtensionTask, so_far=task.begun())
-        outcome = self._launcher.execute(extension)
+        outcome = self.launcher.execute(extension)
         ways = [*run.training.ways]
         if outcome.so_far is not None and outcome.so_far.run.training is not None:
             ways += outcome.so_far.run.training.ways
@@ -302,17 +298,11 @@ class TargetRuns:
             notes.append(f"not all ways of Intel's extension were tried: {why}")
         return msgspec.structs.replace(run, training=msgspec.structs.replace(run.training, ways=ways), notes=notes)
 
-    def _timed(self, run: Run, task: RunTask) -> Run:
-        """``run`` with the times in the scenario, if one is asked for and it gave an output."""
-        if self.options.scenario is None or run.latency_ms is None:
-            return run
-        changes = self._launcher.changes_parameters or task.steps > 0
-        task = dataclasses.replace(task, changes_parameters=changes, usual_ms=run.latency_ms)
-        try:
-            timing = time_in_scenario(task, self._launcher, self.options.scenario)
-        except NotTimedError as reason:
-            return msgspec.structs.replace(run, notes=[*run.notes, f"not timed {self.options.scenario}: {reason}"])
-        return msgspec.structs.replace(run, timing=timing)
+    def _completed(self, run: Run, task: RunTask) -> Run:
+        """``run`` with what features find in other processes."""
+        for feature in self._features:
+            run = feature.after_run(self, task, run)
+        return run
 
     def _why_skipped(self, key: RunKey) -> str | None:
         options, target, backend = self.options, self.target, BACKENDS.get(key.backend)
@@ -356,7 +346,7 @@ class TargetRuns:
             "fp32_ms": self._fp32_ms,
             "fp32_setup": max(0.0, self._first_seconds - fp32_ms / 1e3),
             "fp32_peak": self.fp32 and self.fp32.peak_memory_bytes,
-            "changes_parameters": self._launcher.changes_parameters or options.steps > 0,
+            "changes_parameters": self.launcher.changes_parameters or options.steps > 0,
             "accelerated": not self.is_slow(precision),
         }
         settings |= changes

@@ -7,12 +7,13 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
 from lowprec_check.engine.model.run_so_far import RunSoFar
-from lowprec_check.engine.run.rounds import Turns
+from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.run.messages import Receive, Send
 from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.errors import UsageError
 from lowprec_check.process.breadcrumb import clear_shared, open_shared, shared_file
@@ -26,8 +27,6 @@ OP_SECONDS = 1.0
 """An op may take so long, or as long as two fp32 forwards, before it is taken to be too slow."""
 HOPELESS_RATIO, HOPELESS_SECONDS = 20.0, 0.25
 """Times as long as fp32, and seconds, that end the calls in a format that is not accelerated."""
-EXTENSION_SECONDS = 120.0
-"""Time to import Intel's extension, and for each step with it, if the budget is less."""
 
 
 class TaskFiles(NamedTuple):
@@ -115,6 +114,13 @@ class ModelTask:
     accelerated: bool = True
     """Whether the hardware may compute in this format: if so, one slow call does not decide."""
 
+    changes_process: ClassVar[bool] = False
+    """Whether it changes its process for good."""
+
+    def do(self, target: Target, send: Send, receive: Receive) -> None:
+        """Do it in a worker; ``receive`` waits for what the parent sends."""
+        raise NotImplementedError
+
     def as_task(self, kind: type[AnyTask], **more: object) -> AnyTask:
         """A task of another kind about the same run."""
         names = [field.name for field in dataclasses.fields(kind)]
@@ -201,6 +207,11 @@ class AnalysisTask(ModelTask):
     fp32_peak: int | None = None
     """Peak memory of the fp32 run in bytes, weights included."""
 
+    @property
+    def measure_budget(self) -> float:
+        """Seconds for what follows the calls, until the next message must come."""
+        return max(self.call_budget, self.explain_budget)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunTask(AnalysisTask):
@@ -228,9 +239,7 @@ class RunTask(AnalysisTask):
     @property
     def part_budget(self) -> float:
         """That of the instrumented part too, if it comes first."""
-        if self.reads_once:
-            return max(self.call_budget, self.explain_budget)
-        return self.call_budget
+        return self.measure_budget if self.reads_once else self.call_budget
 
     def begun(self) -> RunSoFar:
         """What is known of the run before it starts."""
@@ -266,74 +275,6 @@ class ExplainTask(AnalysisTask):
     def part_budget(self) -> float:
         """That of the instrumented part."""
         return self.explain_budget
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WhatIfTask(ModelTask):
-    """Predict the output errors of formats that are not run."""
-
-    formats: tuple[str, ...]
-
-    @property
-    def progress(self) -> tuple[str, str]:
-        """It is about no run of its own."""
-        return "what if", "predicting output errors"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ExtensionTask(ModelTask):
-    """Train in the ways of Intel's extension, which changes the process for good."""
-
-    so_far: RunSoFar
-    """The run, to which they are added."""
-
-    @property
-    def part_budget(self) -> float:
-        """Importing the extension takes long."""
-        return max(self.call_budget, EXTENSION_SECONDS)
-
-    @property
-    def progress(self) -> tuple[str, str]:
-        """The run, and what is tried."""
-        return self.key.label, "training with Intel's extension"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TimeTask(ModelTask):
-    """Time all ``runs`` in rounds, the first of which is fp32, in one process."""
-
-    runs: tuple[ModelTask, ...]
-    final: bool = False
-    """Whether the rounds decide which of them is the fastest."""
-    earlier: tuple[Turns, ...] = ()
-    """The turns of each in earlier rounds; empty if there were none."""
-
-    @property
-    def uses_autocast(self) -> bool:
-        """Whether any of the runs does."""
-        return any(run.uses_autocast for run in self.runs)
-
-    @property
-    def progress(self) -> tuple[str, str]:
-        """It is about no run of its own."""
-        return "times", "round 1"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TurnsTask(ModelTask):
-    """In a fork: take the turns of one run in the rounds over all."""
-
-    row: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class InstanceTask(ModelTask):
-    """Be one instance of a scenario: prepare the model, wait for the others, time calls."""
-
-    cores: tuple[int, ...]
-    """Numbers of the processor cores that it runs on; empty: those that the process has."""
-    single: bool
-    """Whether it gets the first item of the inputs only."""
 
 
 # -- What the tasks of a target have in common

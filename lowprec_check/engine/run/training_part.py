@@ -17,9 +17,10 @@ from lowprec_check.engine.core.output_comparison import compare_outputs
 from lowprec_check.engine.core.source_location import ModuleStack
 from lowprec_check.engine.model.plain_run import describe_error
 from lowprec_check.engine.model.prepared import Prepared
+from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.training import make_optimizer
-from lowprec_check.engine.run.messages import Fault, Reporter, Send
+from lowprec_check.engine.run.messages import Fault, Receive, Reporter, Send, faults_sent
 from lowprec_check.engine.run.preparation import in_fp32, in_training
 from lowprec_check.engine.run.tasks import ModelTask
 from lowprec_check.engine.run.training_reference import TrainingReference, TrainingSteps
@@ -36,7 +37,15 @@ from lowprec_check.engine.train.first_step import (
 )
 from lowprec_check.engine.train.lost_updates import LostUpdateCounter, check_epsilon, lost_buffer_updates
 from lowprec_check.engine.train.spread import Spread
-from lowprec_check.engine.train.steps import MAX_SKIPPED, Loop, StepFailedError, TrainingStep, Watcher, state_bytes
+from lowprec_check.engine.train.steps import (
+    MAX_SKIPPED,
+    Loop,
+    StepFailedError,
+    TrainingStep,
+    Watcher,
+    batches_of,
+    state_bytes,
+)
 from lowprec_check.engine.train.trajectory import Trajectory
 from lowprec_check.engine.train.ways.usual import PLAIN, SUGGESTED
 from lowprec_check.errors import UsageError
@@ -290,6 +299,35 @@ class TrainingPart(TrainingSteps):
             elif math.isfinite(largest.value):
                 break
         return largest
+
+
+EXTENSION_SECONDS = 120.0
+"""Time to import Intel's extension, and for each step with it, if the budget is less."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExtensionTask(ModelTask):
+    """Train in the ways of Intel's extension, which changes the process for good."""
+
+    changes_process = True
+    so_far: RunSoFar
+    """The run, to which they are added."""
+
+    @property
+    def part_budget(self) -> float:
+        """Importing the extension takes long."""
+        return max(self.call_budget, EXTENSION_SECONDS)
+
+    @property
+    def progress(self) -> tuple[str, str]:
+        """The run, and what is tried."""
+        return self.key.label, "training with Intel's extension"
+
+    def do(self, target: Target, send: Send, receive: Receive) -> None:
+        """Send how the model trains in each of these ways."""
+        with faults_sent("training with Intel's extension", send), in_training(self, target) as ready:
+            reference, report = TrainingReference.load(self.files), Reporter(self.so_far, send)
+            TrainingPart(self, target, ready, report, batches_of(target, self.steps), reference).compare_extension()
 
 
 def _last(values: Sequence[float]) -> float | None:

@@ -6,20 +6,20 @@ import contextlib
 import functools
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.compiled import compiled_code_in_eager, compiled_frames, own_compiled_code
+from lowprec_check.engine.core.compiled import compiled_frames, own_compiled_code
 from lowprec_check.engine.core.devices import generator_states, seed_everything, why_broken
 from lowprec_check.engine.model.plain_run import describe_error, run_once
 from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.model.streamed_weights import reads_forgotten, stream_of
 from lowprec_check.engine.model.target import Target
-from lowprec_check.engine.run.instance_times import time_instance
+from lowprec_check.engine.run.hooks import measurements
 from lowprec_check.engine.run.leftovers import Leftovers
 from lowprec_check.engine.run.memory_limits import allowance
 from lowprec_check.engine.run.messages import (
@@ -27,13 +27,13 @@ from lowprec_check.engine.run.messages import (
     Fault,
     GapFound,
     OpCallsFound,
+    Receive,
     Reporter,
     Send,
     Started,
     TaskMessage,
     WeightRead,
     encode,
-    faults_sent,
 )
 from lowprec_check.engine.run.output_trials import measured_shares, tried_ranges
 from lowprec_check.engine.run.place_log import note_model, packages_of
@@ -42,6 +42,7 @@ from lowprec_check.engine.run.preparation import (
     in_eager_mode,
     in_fp32,
     in_training,
+    kernels_of,
     on_backend,
     on_device,
     prepared_for,
@@ -50,30 +51,21 @@ from lowprec_check.engine.run.process_memory import ProcessMemory
 from lowprec_check.engine.run.tasks import (
     AnalysisTask,
     ExplainTask,
-    ExtensionTask,
-    InstanceTask,
     ModelTask,
     RunTask,
-    TimeTask,
-    TurnsTask,
-    WhatIfTask,
 )
 from lowprec_check.engine.run.training_part import TrainingPart, with_draws_of
 from lowprec_check.engine.run.training_reference import ReferenceTraining, TrainingReference
-from lowprec_check.engine.run.turns import Receive, time_in_place, time_turns
 from lowprec_check.engine.stand_in.stand_in_process import (
     assumed_ops,
     become_stand_in,
     check_process,
     known_ops,
-    standing_in,
 )
 from lowprec_check.engine.trace.execution import Emulation
 from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
 from lowprec_check.engine.trace.journal import Instrumented
 from lowprec_check.engine.trace.places import CallSite
-from lowprec_check.engine.trace.plain_modes import withholding
-from lowprec_check.engine.trace.what_if import predict
 from lowprec_check.engine.train.steps import TrainingStep, batches_of, with_step
 from lowprec_check.errors import UsageError, first_line, message_of
 from lowprec_check.process import system
@@ -98,19 +90,10 @@ def work(task: ModelTask, target: Target, send: Send, receive: Receive) -> None:
         warnings.filterwarnings("ignore", message=FALLBACK_WARNING)  # the plain part has filters of its own
     device = torch.device(task.device)
     with own_compiled_code(autocast=task.uses_autocast), on_device(target, device), reads_forgotten(target.model):
-        match task:
-            case RunTask() | ExplainTask():
-                run_model(task, target, send)
-            case WhatIfTask():
-                predict_formats(task, target, send)
-            case ExtensionTask():
-                train_with_extension(task, target, send)
-            case TimeTask():
-                time_in_place(task, target, send)
-            case TurnsTask():
-                time_turns(task, target, send, receive)
-            case InstanceTask():
-                time_instance(task, target, send, receive)
+        if isinstance(task, (RunTask, ExplainTask)):
+            run_model(task, target, send)
+        else:
+            task.do(target, send, receive)
 
 
 # -- The model: the plain part, then the instrumented part. Independent of processes
@@ -144,7 +127,7 @@ def _explain(task: RunTask | ExplainTask, target: Target, report: Reporter, call
     # The times of emulated kernels mean nothing.
     measure_once = called.too_slow and task.predicted is None
     failed = report.so_far.failed or (isinstance(task, ExplainTask) and task.measure_once)
-    seconds = task.explain_budget if isinstance(task, ExplainTask) else max(task.call_budget, task.explain_budget)
+    seconds = task.explain_budget if isinstance(task, ExplainTask) else task.measure_budget
     report.send(Started(seconds=seconds, op_seconds=task.op_limit if failed else None))
     started = system.thread_time()
     with report.faults_of("instrumenting"):
@@ -181,39 +164,19 @@ def _note_ops_of_stand_in(task: AnalysisTask, report: Reporter) -> None:
     report.add(known_ops=known, assumed_ops=assumed)
 
 
-def predict_formats(task: WhatIfTask, target: Target, send: Send) -> None:
-    """Send the output errors of formats that are not run, from one instrumented fp32 run."""
-    with faults_sent("predicting", send), prepared_for(task, target) as ready, kernels_of(task):
-        eager, breadcrumb = in_eager_mode(ready, target), Breadcrumb(task.files.breadcrumb)
-        entries = predict(eager, target.args, target.kwargs, task.formats, seed=task.seed, breadcrumb=breadcrumb)
-        send(Answer.of(entries))
-
-
-def train_with_extension(task: ExtensionTask, target: Target, send: Send) -> None:
-    """Send how the model trains in the ways of Intel's extension."""
-    with faults_sent("training with Intel's extension", send), in_training(task, target) as ready:
-        reference = TrainingReference.load(task.files)
-        report = Reporter(task.so_far, send)
-        TrainingPart(task, target, ready, report, batches_of(target, task.steps), reference).compare_extension()
-
-
 def _run_plain(task: RunTask, target: Target, report: Reporter) -> Called:
     memory = ProcessMemory.of(task, target.model)
     with prepared_for(task, target) as ready, kernels_of(task), contextlib.ExitStack() as context:
         part = PlainPart(task, target, on_backend(task, target, ready), report, memory)
         part.run()
         part.draw_as_eager(context)
-        for what, measure in (
-            ("measuring", part.measure),
-            ("comparing with eager mode", part.check_backend),
-            ("trying further inputs", part.try_further_inputs),
-            ("the metric", part.compute_metric),
-            ("checking the compiler", part.check_compiler),
-            ("comparing the layers", part.add_layer_errors),
-        ):
-            report.send(Started(seconds=max(task.call_budget, task.explain_budget)))
-            with report.faults_of(what):
-                measure()
+        report.send(Started(seconds=task.measure_budget))
+        with report.faults_of("measuring"):
+            part.measure()
+        for measurement in measurements():
+            report.send(Started(seconds=task.measure_budget))
+            with report.faults_of(measurement.what):
+                measurement.measure(part)
     if part.draws:
         with report.faults_of("comparing with the same draws"), prepared_for(in_fp32(task), target) as ready:
             judge_with_same_draws(in_eager_mode(ready, target), part)
@@ -259,7 +222,7 @@ def _train(task: RunTask, target: Target, report: Reporter) -> Called:
         else:
             part = TrainingPart(task, target, ready, report, batches, reference)
         part.run()
-        report.send(Started(seconds=max(task.call_budget, task.explain_budget)))
+        report.send(Started(seconds=task.measure_budget))
         with report.faults_of("measuring"):
             part.measure(memory=task.measured)
         with report.faults_of("comparing the ways to train"):
@@ -322,15 +285,6 @@ def _instrument(
     if allowed.note is not None:
         instrumented = msgspec.structs.replace(instrumented, notes=(*instrumented.notes, allowed.note))
     return instrumented
-
-
-@contextlib.contextmanager
-def kernels_of(task: ModelTask) -> Iterator[None]:
-    """The kernels that the model runs with: without withheld ones, or a predicted device's."""
-    # A compiler would trace the emulation, so that a prediction runs compiled code in eager mode.
-    eager = contextlib.nullcontext() if task.predicted is None else compiled_code_in_eager()
-    with eager, withholding(task.without_kernel), standing_in(task.predicted):
-        yield
 
 
 # -- The process, for one task or several
@@ -426,8 +380,8 @@ class _Loaded:
             return [broken]
         if BACKENDS.get(task.backend).changes_process:
             return [f"the backend {task.backend}"]
-        if isinstance(task, ExtensionTask):
-            return ["Intel's extension"]
+        if task.changes_process:
+            return [f"the task {type(task).__name__}"]
         if send.so_far is not None and send.so_far.changes_parameters:
             return ["values of parameters"]
         return self._leftovers.found(parameters=not task.changes_parameters)

@@ -21,7 +21,7 @@ from lowprec_check.analysis.speed import (
 )
 from lowprec_check.engine.model import call_times
 from lowprec_check.engine.model.call_times import CallTimes
-from lowprec_check.engine.run.rounds import ENOUGH, MORE, MOST, RoundSchedule, TurnFailed, TurnTimed
+from lowprec_check.features.times.rounds import ENOUGH, MORE, MOST, RoundSchedule, TurnFailed, TurnTimed
 from lowprec_check.process import system
 from lowprec_check.schema.measures import Speedup
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from lowprec_check.analysis.speed import Turn, latency_of_rounds, launch_bound
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.engine.model.prepared import prepared
-from lowprec_check.engine.run import event_times
-from lowprec_check.engine.run.event_times import EventCalls
+from lowprec_check.features.times import event_times
+from lowprec_check.features.times.event_times import EventCalls
 from lowprec_check.schema.precisions import PRECISIONS
 
 RESULT = shared_result()

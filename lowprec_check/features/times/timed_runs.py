@@ -11,7 +11,6 @@ import math
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import msgspec
 import torch
@@ -20,16 +19,18 @@ from lowprec_check.analysis.run_summary import candidates, passes_all
 from lowprec_check.analysis.speed import FAILED_WHILE_TIMED, ONE_CALL, TOLD, latency_outside_rounds, waits_for_host
 from lowprec_check.engine.core.devices import free_memory
 from lowprec_check.engine.core.pytree import leaves
-from lowprec_check.engine.run import rounds
-from lowprec_check.engine.run.instance_times import INSTANCE_SECONDS
+from lowprec_check.engine.run.hooks import TimedRuns
 from lowprec_check.engine.run.launcher import Launcher
 from lowprec_check.engine.run.messages import Answer, Started, TaskMessage
-from lowprec_check.engine.run.rounds import LONG_SECONDS, NextTurn, RoundSchedule, TurnFailed, Turns, TurnTimed
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.task_workers import TaskWorker, start_worker
-from lowprec_check.engine.run.tasks import InstanceTask, ModelTask, TimeTask, TurnsTask
+from lowprec_check.engine.run.tasks import ModelTask
 from lowprec_check.engine.run.worker import work
 from lowprec_check.errors import UsageError
+from lowprec_check.features.times import rounds
+from lowprec_check.features.times.instance_times import INSTANCE_SECONDS, InstanceTask
+from lowprec_check.features.times.rounds import LONG_SECONDS, NextTurn, RoundSchedule, TurnFailed, Turns, TurnTimed
+from lowprec_check.features.times.turns import TimeTask, TurnsTask
 from lowprec_check.process.function_worker import Ended, Method
 from lowprec_check.process.supervisor import StateEvent, Supervisor
 from lowprec_check.schema.axes import Call
@@ -43,14 +44,6 @@ AT_ONCE = 5
 """Runs timed beside fp32 in the same rounds."""
 MEMORY = 0.25
 """The part of the free memory that copies of the weights may take while runs are timed."""
-
-
-class TimedRuns(NamedTuple):
-    """Runs with their times."""
-
-    runs: list[Run]
-    conditions: TimingConditions | None
-    """``None`` if nothing was timed in rounds."""
 
 
 def time_runs(fp32: Run, runs: Sequence[Run], task_of: Callable[[Run], ModelTask], launcher: Launcher) -> TimedRuns:
@@ -135,11 +128,6 @@ def _rivals(timed: Sequence[Run], latencies: Mapping[RunKey, Latency]) -> list[R
     if len(rivals) < 2 or is_told:
         return []
     return [run for run, _ in rivals[:AT_ONCE]]
-
-
-def untimed(runs: Sequence[Run]) -> TimedRuns:
-    """``runs`` without times: those of their plain parts are not fit for a comparison."""
-    return TimedRuns([msgspec.structs.replace(run, latency_ms=None) for run in runs], None)
 
 
 def _is_timed(run: Run, fp32: Run, *, accelerated: bool) -> bool:

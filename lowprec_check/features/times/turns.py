@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import warnings
-from collections.abc import Callable
 
 import msgspec
 import torch
@@ -15,12 +15,12 @@ from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_code import reraise_interrupt
-from lowprec_check.engine.run.event_times import EventCalls, has_events
-from lowprec_check.engine.run.messages import Answer, Send
+from lowprec_check.engine.run.messages import Answer, Receive, Send
 from lowprec_check.engine.run.preparation import ready_for
-from lowprec_check.engine.run.rounds import LONG_SECONDS, NextTurn, RoundSchedule, TurnFailed, TurnTimed
-from lowprec_check.engine.run.tasks import ModelTask, TimeTask, TurnsTask
+from lowprec_check.engine.run.tasks import ModelTask
 from lowprec_check.errors import UsageError, first_line, message_of, type_name
+from lowprec_check.features.times.event_times import EventCalls, has_events
+from lowprec_check.features.times.rounds import LONG_SECONDS, NextTurn, RoundSchedule, TurnFailed, Turns, TurnTimed
 from lowprec_check.process import system
 from lowprec_check.schema.run_key import EAGER
 
@@ -72,8 +72,6 @@ FILLS = 2.0
 """A long call, so many times its usual time, made something (a table) that rewinding forgets."""
 IN_A_ROW = 3
 """The state of the model is rewound after so many calls: it need not survive more."""
-Receive = Callable[[], bytes | None]
-"""Waits for what the parent sends; ``None`` if nothing more will come."""
 
 
 class TimedCalls:
@@ -209,46 +207,72 @@ def _enough(seconds: list[float], least: float) -> bool:
 # -- What a worker does
 
 
-def time_in_place(task: TimeTask, target: Target, send: Send) -> None:
-    """In one process: take all turns, with the model cast in place for each, and send each."""
-    patient = torch.device(task.device).type != "cpu"
-    schedule = RoundSchedule(len(task.runs), final=task.final, patient=patient, earlier=task.earlier)
-    changes_parameters = any(run.changes_parameters for run in task.runs)
-    snapshot = Snapshot(target.model, target.rewound, parameters=changes_parameters)
-    for row in schedule:
-        run = task.runs[row]
-        turn: TurnTimed | TurnFailed
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TimeTask(ModelTask):
+    """In one process: take the turns of all ``runs``, the first of which is fp32."""
+
+    runs: tuple[ModelTask, ...]
+    final: bool = False
+    """Whether the rounds decide which of them is the fastest."""
+    earlier: tuple[Turns, ...] = ()
+    """The turns of each in earlier rounds; empty if there were none."""
+
+    @property
+    def uses_autocast(self) -> bool:
+        """Whether any of the runs does."""
+        return any(run.uses_autocast for run in self.runs)
+
+    @property
+    def progress(self) -> tuple[str, str]:
+        """It is about no run of its own."""
+        return "times", "round 1"
+
+    def do(self, target: Target, send: Send, receive: Receive) -> None:
+        """Cast the model in place for each turn, and send each."""
+        patient = torch.device(self.device).type != "cpu"
+        schedule = RoundSchedule(len(self.runs), final=self.final, patient=patient, earlier=self.earlier)
+        changes_parameters = any(run.changes_parameters for run in self.runs)
+        snapshot = Snapshot(target.model, target.rewound, parameters=changes_parameters)
+        for row in schedule:
+            run = self.runs[row]
+            turn: TurnTimed | TurnFailed
+            try:
+                started = system.perf_counter()
+                with ready_for(run, target, snapshot) as ready:
+                    calls = TimedCalls(run, target, ready)
+                    calls.warm_up()
+                    # Otherwise most of the time goes into preparing.
+                    least = min(LONG_SECONDS, system.perf_counter() - started)
+                    turn = calls.turn(row, schedule.number, on_one_core=schedule.is_disturbed, least=least)
+            except BaseException as error:
+                reraise_interrupt(error)
+                turn = TurnFailed(row, failure_of(error))
+            schedule.note(turn)
+            send(Answer.of(turn))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TurnsTask(ModelTask):
+    """In a fork: take the turns of one run in the rounds over all."""
+
+    row: int
+
+    def do(self, target: Target, send: Send, receive: Receive) -> None:
+        """Prepare the run, then take a turn when asked; :class:`UsageError` if it fails."""
+        # What the model prints was printed by its plain run.
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), 1)
         try:
-            started = system.perf_counter()
-            with ready_for(run, target, snapshot) as ready:
-                calls = TimedCalls(run, target, ready)
+            with ready_for(self, target) as ready:
+                calls = TimedCalls(self, target, ready)
                 calls.warm_up()
-                # Otherwise most of the time goes into preparing.
-                least = min(LONG_SECONDS, system.perf_counter() - started)
-                turn = calls.turn(row, schedule.number, on_one_core=schedule.is_disturbed, least=least)
+                send(Answer())
+                while (data := receive()) is not None:
+                    turn = msgspec.msgpack.decode(data, type=NextTurn)
+                    send(Answer.of(calls.turn(self.row, turn.round, on_one_core=turn.on_one_core)))
         except BaseException as error:
             reraise_interrupt(error)
-            turn = TurnFailed(row, failure_of(error))
-        schedule.note(turn)
-        send(Answer.of(turn))
-
-
-def time_turns(task: TurnsTask, target: Target, send: Send, receive: Receive) -> None:
-    """In a fork: prepare the run, then take a turn when asked; :class:`UsageError` if it fails."""
-    # What the model prints was printed by its plain run.
-    with open(os.devnull, "wb") as nothing:
-        os.dup2(nothing.fileno(), 1)
-    try:
-        with ready_for(task, target) as ready:
-            calls = TimedCalls(task, target, ready)
-            calls.warm_up()
-            send(Answer())
-            while (data := receive()) is not None:
-                turn = msgspec.msgpack.decode(data, type=NextTurn)
-                send(Answer.of(calls.turn(task.row, turn.round, on_one_core=turn.on_one_core)))
-    except BaseException as error:
-        reraise_interrupt(error)
-        raise UsageError(failure_of(error)) from None
+            raise UsageError(failure_of(error)) from None
 
 
 def failure_of(error: BaseException) -> str:

@@ -20,13 +20,13 @@ from user_files import NET
 from lowprec_check import Backend, Run, ScanResult, scan
 from lowprec_check.engine.core.compiled import compiled_frames, own_compiled_code
 from lowprec_check.engine.model.target import make_target
-from lowprec_check.engine.run import rounds, timed_runs, turns
 from lowprec_check.engine.run import target_runs as run_options
+from lowprec_check.engine.run.hooks import TimedRuns
 from lowprec_check.engine.run.preparation import ready_for
 from lowprec_check.engine.run.target_runs import open_runs
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.tasks import ModelTask, RunOptions
-from lowprec_check.engine.run.timed_runs import TimedRuns
+from lowprec_check.features.times import rounds, timed_runs, turns
 from lowprec_check.process import Isolation, system
 
 Write = Callable[..., Path]

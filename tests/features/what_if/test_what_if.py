@@ -32,9 +32,9 @@ from torch import Tensor, nn
 
 from lowprec_check import ResultError, ScanResult, UsageError, WhatIf, render, scan
 from lowprec_check.engine.model.prepared import prepared
-from lowprec_check.engine.run import worker
-from lowprec_check.engine.trace import matrix_products, what_if
-from lowprec_check.engine.trace.what_if import predict
+from lowprec_check.engine.trace import matrix_products
+from lowprec_check.features.what_if import prediction, run
+from lowprec_check.features.what_if.prediction import predict
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.what_if import WHAT_IF_FORMATS, OperandFormat
 
@@ -44,7 +44,7 @@ CPU = torch.device("cpu")
 
 
 def predictions(
-    model: nn.Module, *args: Any, formats: Sequence[str] = FORMATS, probes: int = what_if.PROBES
+    model: nn.Module, *args: Any, formats: Sequence[str] = FORMATS, probes: int = prediction.PROBES
 ) -> dict[str, WhatIf]:
     """In this process."""
     with prepared(model, PRECISIONS.get("fp32"), CPU) as ready:
@@ -281,7 +281,7 @@ def test_one_layer_is_emulated_as_a_layer_in_the_format(
         results.append(matrix_products.product_in_format(*args))
         return results[-1]
 
-    monkeypatch.setattr(what_if, "product_in_format", kept)
+    monkeypatch.setattr(prediction, "product_in_format", kept)
     predictions(nn.Sequential(layer), x, formats=[format])
     other = emulated_layer(layer, format)
     assert other is not None
@@ -391,14 +391,14 @@ def test_a_failure_of_the_emulation_is_a_note(monkeypatch: pytest.MonkeyPatch) -
     def fails(*_: Any) -> None:
         raise ValueError("no such thing")
 
-    monkeypatch.setattr(what_if, "product_in_format", fails)
+    monkeypatch.setattr(prediction, "product_in_format", fails)
     for entry in predictions(nn.Linear(8, 8), torch.randn(4, 8)).values():
         assert entry.predicted is None
         assert entry.note == "emulating aten.addmm.default failed: ValueError: no such thing"
 
 
 def test_too_little_memory_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(what_if, "free_memory", lambda _: 100)
+    monkeypatch.setattr(prediction, "free_memory", lambda _: 100)
     for entry in predictions(nn.Linear(8, 8), torch.randn(4, 8)).values():
         assert entry.predicted is None
         assert "memory" in (entry.note or "")
@@ -444,7 +444,7 @@ def test_an_unknown_format_is_an_error_with_a_suggestion() -> None:
 
 
 def test_a_worker_that_dies_costs_the_predictions_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "predict", lambda *_, **__: os.abort())
+    monkeypatch.setattr(run, "predict", lambda *_, **__: os.abort())
     result = scan(*mlp(), precisions="bfloat16", device="cpu", plan=False, isolation="fork", what_if="tf32")
     assert result.run("bfloat16").status == "ok"
     (entry,) = result.what_if
@@ -456,7 +456,7 @@ def test_an_exception_in_the_worker_is_a_note(monkeypatch: pytest.MonkeyPatch) -
     def fails(*_: Any, **__: Any) -> None:
         raise ValueError("no such thing")
 
-    monkeypatch.setattr(worker, "predict", fails)
+    monkeypatch.setattr(run, "predict", fails)
     result = scan(*mlp(), precisions="bfloat16", device="cpu", plan=False, what_if="tf32")
     (entry,) = result.what_if
     assert entry.note == "predicting failed: ValueError: no such thing"

@@ -19,10 +19,16 @@ from lowprec_check.engine.model.input_draws import changed_inputs
 from lowprec_check.engine.model.plain_run import describe_error, judge, with_verdict
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.run_so_far import RunSoFar
-from lowprec_check.engine.run.compiler_check import MORE_CALLS, CompilerChecker, distances, inputs_like, worst
-from lowprec_check.engine.run.margin_part import RANDOM, SLOW
+from lowprec_check.engine.run.plain_part import RANDOM, SLOW
 from lowprec_check.engine.run.preparation import in_eager_mode
 from lowprec_check.errors import text_of
+from lowprec_check.features.backend_checks.compiler_checker import (
+    MORE_CALLS,
+    CompilerChecker,
+    distances,
+    inputs_like,
+    worst,
+)
 from lowprec_check.process import system
 from lowprec_check.schema.axes import Call
 from lowprec_check.schema.backend_checks import BackendCheck, ChangedInputs, CompilerRemark, InputChange, StateChanged

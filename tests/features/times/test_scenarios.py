@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from lowprec_check import UsageError, scan
 from lowprec_check.analysis.statements.kinds import statements
-from lowprec_check.engine.run.timed_runs import batch_of, cores_of_instances, percentile
+from lowprec_check.features.times.timed_runs import batch_of, cores_of_instances, percentile
 
 
 @pytest.fixture(autouse=True)
 def short_instances(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowprec_check.engine.run.instance_times.INSTANCE_SECONDS", 0.1)
+    monkeypatch.setattr("lowprec_check.features.times.instance_times.INSTANCE_SECONDS", 0.1)
 
 
 BFLOAT16: dict[str, Any] = {"precisions": "bfloat16", "times": "off", "plan": False, "errors": "none"}
@@ -97,7 +97,7 @@ def test_a_model_that_exits_in_an_instance_is_not_timed(isolation: Any) -> None:
 
 def test_an_instance_in_this_process_uses_the_threads_that_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads(), os.sched_getaffinity(0)
-    monkeypatch.setattr("lowprec_check.engine.run.timed_runs.cores_of_instances", lambda *_: [(0, 1, 2)])
+    monkeypatch.setattr("lowprec_check.features.times.timed_runs.cores_of_instances", lambda *_: [(0, 1, 2)])
 
     def check() -> None:
         if torch.get_num_threads() != 3:
@@ -110,7 +110,7 @@ def test_an_instance_in_this_process_uses_the_threads_that_are_reported(monkeypa
 
 
 def test_instances_may_finish_at_different_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("lowprec_check.engine.run.timed_runs.cores_of_instances", lambda *_: [(), ()])
+    monkeypatch.setattr("lowprec_check.features.times.timed_runs.cores_of_instances", lambda *_: [(), ()])
     slow = tmp_path / "slow"
 
     def wait() -> None:

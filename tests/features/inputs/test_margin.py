@@ -24,8 +24,8 @@ from lowprec_check.analysis.recommend import recommend
 from lowprec_check.engine.core.devices import seed_everything
 from lowprec_check.engine.model.input_draws import further_draws
 from lowprec_check.engine.model.target import make_target
-from lowprec_check.engine.run import margin_part
-from lowprec_check.engine.run.margin_part import failing_share
+from lowprec_check.features.inputs import further_calls
+from lowprec_check.features.inputs.further_calls import failing_share
 from lowprec_check.report.registry import render
 from lowprec_check.schema.measures import InputsTried
 from lowprec_check.schema.scan_result import ModelInfo
@@ -83,7 +83,7 @@ def binomial(number: int, of: int, share: float) -> float:
     return math.comb(of, number) * share**number * (1 - share) ** (of - number)
 
 
-@pytest.mark.parametrize(("first", "most"), [(margin_part.MOST, margin_part.MOST_NEAR), (16, 20), (3, 5)])
+@pytest.mark.parametrize(("first", "most"), [(further_calls.MOST, further_calls.MOST_NEAR), (16, 20), (3, 5)])
 @pytest.mark.parametrize("calm", [0.0, 0.5, 0.9, 1.0])
 def test_the_interval_holds_the_share_although_more_are_tried_only_if_needed(
     first: int, most: int, calm: float
@@ -274,26 +274,26 @@ class Off(nn.Module):
         return x if x.dtype == torch.float32 else x * 1.01
 
 
-@pytest.mark.parametrize(("part", "tried"), [(0.2, margin_part.MOST), (0.9, margin_part.MOST_NEAR)])
+@pytest.mark.parametrize(("part", "tried"), [(0.2, further_calls.MOST), (0.9, further_calls.MOST_NEAR)])
 def test_more_are_tried_if_the_error_is_near_the_tolerance(
     part: float, tried: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(margin_part, "SECONDS", 1000.0)
+    monkeypatch.setattr(further_calls, "SECONDS", 1000.0)
     assert further(Off(), batches, None, tolerance=0.01 / part).tried == tried
 
 
 def test_a_slow_model_is_tried_on_as_many_as_the_time_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(margin_part, "SECONDS", 0.0)
-    monkeypatch.setattr(margin_part, "SHARE", 0.0)
+    monkeypatch.setattr(further_calls, "SECONDS", 0.0)
+    monkeypatch.setattr(further_calls, "SHARE", 0.0)
     found = further(Scale(), batches, None)
-    assert (found.tried, found.reason, found.low, found.high) == (0, margin_part.SLOW, 0.0, 1.0)
+    assert (found.tried, found.reason, found.low, found.high) == (0, further_calls.SLOW, 0.0, 1.0)
     assert further(Scale(), batches, 2).tried == 2  # as asked for
 
 
 def test_a_model_that_draws_random_numbers_is_not_tried() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout())
     found = further(model.train(), batches)
-    assert (found.tried, found.reason) == (0, margin_part.RANDOM)
+    assert (found.tried, found.reason) == (0, further_calls.RANDOM)
 
 
 class Drifts(nn.Module):
@@ -309,7 +309,7 @@ class Drifts(nn.Module):
 
 def test_a_model_with_state_that_cannot_be_rewound_is_not_tried() -> None:
     found = further(Drifts(), batches)
-    assert (found.tried, found.reason) == (0, margin_part.STATEFUL)
+    assert (found.tried, found.reason) == (0, further_calls.STATEFUL)
 
 
 # -- what else runs

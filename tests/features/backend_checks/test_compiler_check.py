@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lowprec_check import Backend, Run, ScanResult, scan
-from lowprec_check.engine.run.compiler_check import Corners, Distances, distances, worst
 from lowprec_check.engine.run.plain_part import EQUAL_DRAWS
+from lowprec_check.features.backend_checks.compiler_checker import CompilerChecker, Corners, Distances, distances, worst
 from lowprec_check.schema.axes import BACKENDS
 
 SLACK = 5e-3
@@ -343,7 +343,7 @@ def test_a_fault_is_reported_even_if_there_is_no_time_to_explain_it(
             work_for(60)
         return "worse"
 
-    monkeypatch.setattr("lowprec_check.engine.run.compiler_check.CompilerChecker._compiled_again", compiled_again)
+    monkeypatch.setattr(CompilerChecker, "_compiled_again", compiled_again)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # of the workers as well
     wrong = torch.compile(Mlp().eval(), backend=lambda graph, _: lambda *args: [out * 1.04 for out in graph(*args)])
     result = scan(wrong, draw(4, 16), times="off", budget=6, **BFLOAT16)
@@ -361,7 +361,7 @@ def test_the_pass_is_searched_if_nothing_compiles_with_emulated_casts(monkeypatc
     def compiled_again(*_: Any) -> str:
         raise RuntimeError("as torch 2.8 on a CPU")
 
-    checker = "lowprec_check.engine.run.compiler_check.CompilerChecker"
+    checker = "lowprec_check.features.backend_checks.compiler_checker.CompilerChecker"
     monkeypatch.setattr(f"{checker}._compiled_again", compiled_again)
     monkeypatch.setattr(f"{checker}._bisect", lambda *_: "inductor lowerings eq")
     wrong = torch.compile(Mlp().eval(), backend=lambda graph, _: lambda *args: [out * 1.04 for out in graph(*args)])

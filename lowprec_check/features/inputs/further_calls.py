@@ -24,6 +24,7 @@ from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_code import reraise_interrupt
+from lowprec_check.engine.run.plain_part import RANDOM, SLOW
 from lowprec_check.engine.run.tasks import RunTask
 from lowprec_check.process import system
 from lowprec_check.process.function_worker import in_worker
@@ -41,8 +42,6 @@ LARGEST = 256 << 20
 """Bytes of further inputs and outputs that are kept."""
 REPEATS = 1e-4
 """Two fp32 calls that differ by more may depend on state that cannot be rewound."""
-SLOW = "a call takes too long to try more inputs"
-RANDOM = "the model draws random numbers"
 STATEFUL = "two fp32 calls on the same input differ"
 NOT_KEPT = "further inputs could not be made"
 

@@ -1,0 +1,82 @@
+"""What a feature may add to a scan. The core calls each hook at one place, and names no feature.
+
+A feature is a folder in :mod:`lowprec_check.features`, whose module ``run`` has an instance of
+:class:`Feature`. Every hook does nothing by default.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import pkgutil
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+from lowprec_check.schema.measures import TimingConditions
+from lowprec_check.schema.options import ScanOptions
+from lowprec_check.schema.scan_result import Run, ScanResult
+
+if TYPE_CHECKING:
+    from lowprec_check.engine.run.plain_part import PlainPart
+    from lowprec_check.engine.run.target_runs import TargetRuns
+    from lowprec_check.engine.run.tasks import RunTask
+
+FEATURES = "lowprec_check.features"
+
+
+class Measurement(NamedTuple):
+    """Something measured in the worker of a run, after the calls that give its status."""
+
+    place: int
+    """Where it comes among those of all features, the first lowest."""
+    what: str
+    """What failed, if it raises an exception: ``the metric``."""
+    measure: Callable[[PlainPart], None]
+    """Adds fields to the run of ``part.report``, if there is anything to measure."""
+
+
+class TimedRuns(NamedTuple):
+    """Runs with times that can be compared, or without any."""
+
+    runs: list[Run]
+    conditions: TimingConditions | None
+    """``None`` if nothing was timed in rounds."""
+
+
+class Feature:
+    """What a scan does besides running a model in each precision."""
+
+    place: ClassVar[int] = 0
+    """Where it comes among the others, the first lowest."""
+    measurements: ClassVar[Sequence[Measurement]] = ()
+    """What it measures in the worker of each run."""
+
+    def after_run(self, runs: TargetRuns, task: RunTask, run: Run) -> Run:
+        """``run`` of ``task``, with what other processes show of it."""
+        return run
+
+    def timed(self, runs: TargetRuns, others: Sequence[Run]) -> TimedRuns | None:
+        """fp32 and ``others`` with times that can be compared; ``None`` if there are none."""
+        return None
+
+    def after_runs(self, runs: TargetRuns, result: ScanResult, options: ScanOptions) -> ScanResult | None:
+        """``result`` of all runs with what it adds; ``None`` if that is nothing."""
+        return None
+
+
+@functools.cache
+def features() -> tuple[Feature, ...]:
+    """All features, in their order."""
+    all_features: list[Feature] = []
+    for folder in pkgutil.iter_modules(importlib.import_module(FEATURES).__path__):
+        name = f"{FEATURES}.{folder.name}.run"
+        if importlib.util.find_spec(name) is not None:
+            module = importlib.import_module(name)
+            all_features += [value for value in vars(module).values() if isinstance(value, Feature)]
+    return tuple(sorted(all_features, key=lambda feature: feature.place))
+
+
+def measurements() -> list[Measurement]:
+    """What all features measure in the worker of a run, in order."""
+    return sorted(measurement for feature in features() for measurement in feature.measurements)

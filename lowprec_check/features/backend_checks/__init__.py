@@ -1,0 +1,1 @@
+"""What a compiler or another backend does otherwise than eager mode, and to the error."""

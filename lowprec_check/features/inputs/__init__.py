@@ -1,0 +1,1 @@
+"""Further inputs, on which a run that passes is tried."""

@@ -1,0 +1,49 @@
+"""In the fp32 run, saves further inputs and outputs; in others that pass, tries them."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from lowprec_check.engine.run.hooks import Feature, Measurement
+from lowprec_check.engine.run.messages import Started
+from lowprec_check.engine.run.plain_part import Fp32Outputs, PlainPart
+from lowprec_check.features.inputs.further_calls import FurtherCalls, with_input, with_interval
+from lowprec_check.schema.measures import InputsTried
+
+
+def try_further_inputs(part: PlainPart) -> None:
+    """In the fp32 run, save further inputs; in others that pass, call the model on them."""
+    task, so_far = part.task, part.report.so_far
+    if task.further_inputs == 0 or not task.measured or so_far.run.status != "ok":
+        return
+
+    def start(number: int, tried: InputsTried) -> None:
+        """If the worker ends now, the run fails on this input."""
+        ends = {}
+        for status in ("crashed", "timeout"):
+            fails = with_interval(with_input(tried, status, math.inf, number), looks=2)
+            ends[status] = msgspec.structs.replace(part.report.run, further_inputs=fails)
+        part.report.send(Started(seconds=task.part_budget, if_crashed=ends["crashed"], if_late=ends["timeout"]))
+
+    probe = part.probed
+    if task.saves_reference:
+        probe = Fp32Outputs.load(task.files).probe
+    calls = FurtherCalls(task, part.target, part.ready, part.rewind, so_far, probe)
+    if not task.saves_reference:
+        part.report.add(further_inputs=calls.tried(start))
+        return
+    self_error, distance = so_far.self_error, 0.0
+    if self_error is not None:
+        distance = math.inf if self_error.distance is None else self_error.distance
+    calls.keep(distance)
+
+
+class Inputs(Feature):
+    """Further inputs."""
+
+    measurements = (Measurement(20, "trying further inputs", try_further_inputs),)
+
+
+INPUTS = Inputs()

@@ -1,0 +1,1 @@
+"""Times that can be compared: in rounds over all runs, or in a scenario."""

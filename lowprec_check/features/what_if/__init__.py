@@ -1,0 +1,1 @@
+"""Predicts the output errors of formats that are not run."""
