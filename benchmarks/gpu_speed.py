@@ -35,7 +35,7 @@ from lowprec_check.engine.model.plain_run import output_tensors, run_once
 from lowprec_check.engine.model.prepared import Prepared, prepared
 from lowprec_check.engine.model.target import Target, make_target
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
-from lowprec_check.engine.run.preparation import ready_for
+from lowprec_check.engine.run.mode import Mode
 from lowprec_check.engine.run.tasks import ModelTask
 from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
 from lowprec_check.features.times.rounds import RoundSchedule, TurnFailed, TurnTimed
@@ -206,7 +206,7 @@ def timed(target: Target, device: torch.device) -> Iterator[dict[str, Any]]:
     """The times of each precision, as a scan takes them and by triton."""
     target.model.to(device)
     tasks = tuple(
-        ModelTask(precision=name, device=device.type, files=None)  # type: ignore[arg-type]
+        ModelTask(precision=name, device=device.type, files=None, mode=Mode())  # type: ignore[arg-type]
         for name in TIMED_PRECISIONS
     )
     messages: list[Any] = []
@@ -216,7 +216,7 @@ def timed(target: Target, device: torch.device) -> Iterator[dict[str, Any]]:
         schedule.note(message.read(TurnTimed | TurnFailed))
     truth = []
     for task in tasks:
-        with ready_for(task, target) as ready:
+        with task.mode.ready(task, target) as ready:
             args, kwargs = ready.inputs(*target.inputs)
             call = functools.partial(_in_context, ready, args, kwargs)
             call()

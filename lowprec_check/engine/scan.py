@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,21 +16,19 @@ from lowprec_check.analysis.fixes.source_text import texts_of_lines
 from lowprec_check.analysis.rules.registry import check_codes
 from lowprec_check.analysis.run_summary import vanishes
 from lowprec_check.catalog.versions import release_of
-from lowprec_check.engine.core.output_comparison import digest_of
 from lowprec_check.engine.machine import Machine, machine_for, prepared_runs, version
 from lowprec_check.engine.model.prepared import application_of
-from lowprec_check.engine.model.streamed_weights import AHEAD_BYTES, HELD_BYTES, WeightStream, stream_of
 from lowprec_check.engine.model.target import Calibration, make_target
 from lowprec_check.engine.model.training import MakeOptimizer
 from lowprec_check.engine.plan.planner import plan_for_scan
 from lowprec_check.engine.run.further_runs import checked_on, open_batches, run_references, with_ablation
 from lowprec_check.engine.run.hooks import features
 from lowprec_check.engine.run.isolation import check_isolation
-from lowprec_check.engine.run.memory_limits import gibibytes
+from lowprec_check.engine.run.mode import Mode, mode_of
 from lowprec_check.engine.run.model_info import describe_target
 from lowprec_check.engine.run.target_runs import TargetRuns, open_runs
 from lowprec_check.engine.run.target_source import TargetSource
-from lowprec_check.engine.run.target_spec import NOTICE, OnProgress
+from lowprec_check.engine.run.target_spec import OnProgress
 from lowprec_check.engine.run.tasks import RunOptions
 from lowprec_check.engine.trace.plain_modes import parse_withheld
 from lowprec_check.errors import UsageError
@@ -41,8 +37,8 @@ from lowprec_check.schema.axes import backend_notes, replaced
 from lowprec_check.schema.called_with import called_with
 from lowprec_check.schema.options import Names, ScanOptions, option
 from lowprec_check.schema.precisions import LOW_FORMATS, PRECISIONS
-from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE, RunKey
-from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE
+from lowprec_check.schema.scan_result import ScanResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,28 +125,21 @@ def growing_scan(
         options.device_name,
         lambda: machine_for(options.device_name, options.torch_version, predict=options.predict),
     )
-    settings = run_options(options, machine, streams=stream_of(source.target.model) is not None)
-    # Optimizers import it, which takes a second in each fork.
-    if settings.steps:
-        importlib.import_module("torch._dynamo")
-    target = source.target
-    stream = stream_of(target.model)
-    own = []
-    if stream is not None:
-        own = [hashlib.sha256(file.read_bytes()).hexdigest() for file in source.own_files()]
+    target, mode = source.target, mode_of(source, options, machine)
+    settings = run_options(options, machine, mode)
+    mode.load()
     with contextlib.ExitStack() as stack:
         target_runs, further = _opened(stack, source, options, settings, isolation)
-        if stream is not None and stream.nbytes > HELD_BYTES:
-            source.report(NOTICE, _estimate(stream, options, machine.runs_on))
+        mode.announce(source, options, machine.runs_on)
         fp32 = target_runs.reference()
         # The output of many models vanishes with initial weights, and cannot be judged in fp16.
-        if not settings.steps and vanishes(fp32) and source.scale_weights(options.seed, fp32.output_rms or 0.0):
+        if mode.is_forward and vanishes(fp32) and source.scale_weights(options.seed, fp32.output_rms or 0.0):
             stack.close()
             target = source.target
             target_runs, further = _opened(stack, source, options, settings, isolation)
             fp32 = target_runs.reference()
         run_references(further, fp32)
-        model = describe_target(target, fp32, trains=settings.steps > 0, batches=options.batches)
+        model = describe_target(target, fp32, trains=not mode.is_forward, batches=options.batches)
         result = ScanResult(
             tool=f"lowprec-check {version()}",
             target=source.name,
@@ -161,15 +150,11 @@ def growing_scan(
             training=target_runs.training,
             runs=[fp32],
         )
-        # That of the user's own files, by theirs, and of fp32's outputs.
-        if stream is not None:
-            digests = [*own, *(digest_of(batch.fp32_output()) for batch in (target_runs, *further))]
-            digest = hashlib.sha256(" ".join(digests).encode()).hexdigest()
-            result = msgspec.structs.replace(result, digest=digest)
+        result = msgspec.structs.replace(result, digest=mode.digest(source, [target_runs, *further]))
         notes = [*model.notes, *replaced(options.names_of("backends"))[1], *backend_notes(wanted_runs(result))]
         result = msgspec.structs.replace(result, model=msgspec.structs.replace(model, notes=notes))
         yield result
-        resumed = _resumed(source, result, earlier)
+        resumed = mode.resumed(source, result, earlier)
         for key in target_runs.in_order(wanted_runs(result)[1:]):
             run = resumed.get(key) or checked_on(
                 further,
@@ -219,24 +204,15 @@ def check_options(options: ScanOptions) -> None:
     check_codes([*options.select, *options.ignore])
 
 
-def run_options(options: ScanOptions, machine: Machine, *, streams: bool = False) -> RunOptions:
-    """The options of each run on ``machine``, whose device may stand for one that is not here."""
-    predicted, formats = machine.predicted, [low.short for low in LOW_FORMATS]
-    for name in ("train", "what_if", "scenario", "memory_formats"):
-        if streams and getattr(options, name):
-            flag = f"--{name.replace('_', '-').removesuffix('s')}"
-            raise UsageError(
-                f"{flag} needs the weights in memory, and --stream leaves them in their files.", f"Leave out {flag}."
-            )
-    if predicted is not None and options.train:
-        raise UsageError(
-            f"Training is not predicted: {predicted.name} is not here.", "Run it on the device, or with --device cpu."
-        )
-    if predicted is not None and options.scenario is not None:
-        raise UsageError("A prediction has no times, so no scenario.", "Leave out --scenario.")
+def run_options(options: ScanOptions, machine: Machine, mode: Mode) -> RunOptions:
+    """The options of each run on ``machine``, in ``mode``."""
+    slow_formats: frozenset[str] = frozenset()
+    if not options.thorough and mode.evidence == "measured":
+        names = (low.short for low in LOW_FORMATS)
+        slow_formats = frozenset(name for name in names if machine.environment[f"{name}_accelerated"] is False)
     return RunOptions(
         device=machine.runs_on,
-        predicted=predicted,
+        mode=mode,
         budget=options.budget,
         errors=options.errors,
         budget_error=options.budget_error != "off",
@@ -246,58 +222,9 @@ def run_options(options: ScanOptions, machine: Machine, *, streams: bool = False
         seed=options.seed,
         without_kernel=tuple(options.without_kernel),
         scenario=options.scenario,
-        further_inputs=0 if options.train else options.further_inputs,
+        further_inputs=options.further_inputs,
         batches=options.batches,
         timed=options.times == "on",
         process_memory=options.names_of("backends") != [EAGER],
-        steps=options.training_steps,
-        slow_formats=frozenset(
-            name
-            for name in formats
-            if not options.thorough and predicted is None and machine.environment[f"{name}_accelerated"] is False
-        ),
-    )
-
-
-def _resumed(source: TargetSource, result: ScanResult, earlier: ScanResult | None) -> dict[RunKey, Run]:
-    """The runs of ``earlier``, if weights are streamed and both scans are about the same."""
-    if earlier is None or result.digest is None:
-        return {}
-
-    # One model, source, inputs and options on one machine, and fp32 gives the same output.
-    def subject(scanned: ScanResult) -> bytes:
-        options = {name: scanned.options.get(name) for name in result.options}
-        return msgspec.json.encode(
-            (scanned.tool, scanned.target, scanned.model, scanned.environment, options, scanned.digest)
-        )
-
-    # Also of modules that were imported by a run only.
-    lines = earlier.source_lines
-    if subject(result) != subject(earlier) or texts_of_lines(lines, source.name) != lines:
-        return {}
-    runs = {run.key: run for run in earlier.runs[1:] if run.status != "skipped" and run.base is None}
-    source.report(NOTICE, f"Resumed: {', '.join(key.label for key in runs)} of the scan that ended early.")
-    return runs
-
-
-def _estimate(stream: WeightStream, options: ScanOptions, device: str) -> str:
-    """What a scan takes at least of a model whose weights stay in their files."""
-    lower = [name for name in options.names_of("precisions") if name != REFERENCE]
-    often = 2 if options.budget_error == "on" and options.errors == "both" else 1
-    times, speed = options.batches + often * len(lower), stream.bytes_per_second()
-    seconds = max(1.0, times * stream.nbytes / speed)
-    on_each = " on each batch" if options.batches > 1 else ""
-    twice = "twice" if often > 1 else "once"
-    again = ""
-    if options.plan is not False:
-        when = "If a precision fails" if options.plan else "If none of them passes"
-        again = f"{when}, each trial of the search for a plan reads them again. "
-    most = stream.most_held
-    if not device.startswith("cpu"):
-        most += 2 * AHEAD_BYTES
-    return (
-        f"{gibibytes(stream.nbytes)} of weights are read at least {times} times if every call ends: once in fp32"
-        f"{on_each}, {twice} in each other precision. {again}Reading them {times} times takes about {seconds:.0f} s at "
-        f"{gibibytes(speed)}/s, the speed of a sample; computing takes more. At most {gibibytes(most)} of weights are "
-        "in memory at a time."
+        slow_formats=slow_formats,
     )

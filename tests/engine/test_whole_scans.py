@@ -24,7 +24,7 @@ from lowprec_check import scan
 from lowprec_check.analysis.statements.kinds import said
 from lowprec_check.engine import machine
 from lowprec_check.engine.core.compiled import forget_compiled
-from lowprec_check.engine.run import target_runs, task_workers, tasks
+from lowprec_check.engine.run import task_workers, tasks
 from lowprec_check.engine.run.target_source import load_here
 from lowprec_check.engine.run.target_spec import TargetSpec
 from lowprec_check.engine.run.task_workers import SideBySide
@@ -352,7 +352,7 @@ def test_runs_that_are_timed_in_a_scenario_are_done_one_by_one(
         raise NotTimedError("this is about what happens beside it")
 
     two_cores(1.0)
-    monkeypatch.setattr(target_runs, "time_in_scenario", untimed)
+    monkeypatch.setattr("lowprec_check.features.times.run.time_in_scenario", untimed)
     scan(OnOneCore(tmp_path / "log").eval(), torch.randn(4, 8), **TWO_SLOW_RUNS | {"times": "on"}, scenario="offline")
     assert all(one[1] <= other[0] for one, other in itertools.pairwise(calls_of(tmp_path / "log")))
 

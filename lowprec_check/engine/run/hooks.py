@@ -18,8 +18,11 @@ from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.scan_result import Run, ScanResult
 
 if TYPE_CHECKING:
+    from lowprec_check.engine.machine import Machine
+    from lowprec_check.engine.run.mode import Mode
     from lowprec_check.engine.run.plain_part import PlainPart
     from lowprec_check.engine.run.target_runs import TargetRuns
+    from lowprec_check.engine.run.target_source import TargetSource
     from lowprec_check.engine.run.tasks import RunTask
 
 FEATURES = "lowprec_check.features"
@@ -51,6 +54,10 @@ class Feature:
     """Where it comes among the others, the first lowest."""
     measurements: ClassVar[Sequence[Measurement]] = ()
     """What it measures in the worker of each run."""
+
+    def mode(self, source: TargetSource, options: ScanOptions, machine: Machine | None) -> Mode | None:
+        """The mode of a scan, if this feature has one that is asked for."""
+        return None
 
     def after_run(self, runs: TargetRuns, task: RunTask, run: Run) -> Run:
         """``run`` of ``task``, with what other processes show of it."""

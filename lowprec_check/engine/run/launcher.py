@@ -127,9 +127,9 @@ class Launcher:
     def _until_sure(self, task: RunTask) -> Outcome:
         """Do ``task``; once more if its process dies in the plain part: it may have been killed."""
         outcome = self.execute(task)
-        # The instruments of a run in one reading may be to blame.
-        if task.reads_once and outcome.run is None:
-            return self._until_sure(dataclasses.replace(task, reads_once=False))
+        simpler = task.mode.simpler(task)
+        if simpler is not None and outcome.run is None:
+            return self._until_sure(simpler)
         if not outcome.died_in_plain_part:
             if outcome.ended in ("crashed", "timeout") and outcome.run is not None and outcome.position is None:
                 reason = outcome.reason or f"the budget of {task.call_budget:g} s ended"

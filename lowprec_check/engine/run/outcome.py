@@ -10,12 +10,12 @@ import msgspec
 from lowprec_check.analysis.choices import other_ops
 from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.run.messages import Answer, Fault, GapFound, OpCallsFound, Started, TaskMessage, WeightRead
-from lowprec_check.engine.run.tasks import RunTask
+from lowprec_check.engine.run.tasks import RunTask, as_kept
 from lowprec_check.engine.trace.journal import Instrumented
 from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.process.breadcrumb import Position
 from lowprec_check.process.supervisor import signal_name
-from lowprec_check.schema.op_calls import OpCalls, concatenate, without_times
+from lowprec_check.schema.op_calls import OpCalls, concatenate
 from lowprec_check.schema.scan_result import Gap, Run
 from lowprec_check.schema.statements import say
 from lowprec_check.schema.verdict import look
@@ -82,6 +82,14 @@ class Outcome:
                 self.answers.append(message)
             case Fault():
                 self.faults.append(message.message)
+
+    def take_end(self) -> None:
+        """Take what the worker had said that the run is if it ends now."""
+        if self.so_far is None or self.started is None:
+            return
+        run = self.started.if_crashed if self.ended == "crashed" else self.started.if_late
+        if run is not None:
+            self.so_far = msgspec.structs.replace(self.so_far, run=run)
 
     @property
     def run(self) -> Run | None:
@@ -194,16 +202,13 @@ def finished(task: RunTask, outcome: Outcome) -> Run:
     run, fields = so_far.run, dict[str, Any]()
     if not so_far.is_judged:
         fields |= _end_of_plain_part(task, outcome, run)
-    elif outcome.started is not None and outcome.ended != "done":
-        started = outcome.started
-        if_ended = started.if_crashed if outcome.ended == "crashed" else started.if_late
-        run = if_ended or run
-        if run.status in ("crashed", "timeout"):
-            fields["reason"] = outcome.reason or "the process died"
-            if outcome.ended != "crashed":
-                fields["reason"] = f"exceeded the budget of {task.call_budget:g} s{_at(outcome.line)}"
+    elif run.status == "crashed":
+        fields["reason"] = outcome.reason or "the process died"
+    elif run.status == "timeout":
+        fields["reason"] = f"exceeded the budget of {task.call_budget:g} s{_at(outcome.line)}"
     if not so_far.is_explained:
-        fields |= {"complete": not task.instrumented, "op_calls": concatenate(outcome.op_calls_found)}
+        op_calls = as_kept(task, concatenate(outcome.op_calls_found))
+        fields |= {"complete": not task.instrumented, "op_calls": op_calls}
         # A backend names the ops that it lacks itself.
         fields["gaps"] = run.gaps or outcome.gaps
     if outcome.incomplete_because is not None:
@@ -212,8 +217,6 @@ def finished(task: RunTask, outcome: Outcome) -> Run:
     run = msgspec.structs.replace(run, **fields)
     if run.status == "error":
         run = msgspec.structs.replace(run, peak_memory_bytes=None)
-    if task.predicted is not None or not task.timed:
-        run = msgspec.structs.replace(run, op_calls=without_times(run.op_calls))
     if task.is_reference:
         run = msgspec.structs.replace(run, output_error=None, budget=None, lockstep_error=None, tolerance=None)
     return run

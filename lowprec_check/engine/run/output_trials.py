@@ -48,7 +48,7 @@ def measured_shares(
     # There are no outputs of a plain call if another one would give others.
     if outputs is None or call_seconds is None or budget is None or not (is_trusted(budget) and budget.measured):
         return
-    if task.is_reference or task.keep_fp32 or task.predicted:
+    if task.is_reference or task.keep_fp32 or task.evidence == "predicted":
         return
     saved = Fp32Outputs.load(task.files)
     if saved.probe:

@@ -9,7 +9,7 @@ import warnings
 import zlib
 from collections.abc import Sequence
 from ctypes import c_char
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
@@ -33,7 +33,7 @@ from lowprec_check.engine.model.plain_run import (
 )
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
-from lowprec_check.engine.model.streamed_weights import is_in_memory, stream_of
+from lowprec_check.engine.model.streamed_weights import is_in_memory
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.messages import Reporter, Started
 from lowprec_check.engine.run.preparation import OnBackend, on_backend
@@ -43,7 +43,9 @@ from lowprec_check.engine.trace.plain_modes import Draw, DrawsDiffer, RecordDraw
 from lowprec_check.engine.trace.twins import storage_key
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Run
-from lowprec_check.schema.ways_to_train import WayToTrain
+
+if TYPE_CHECKING:
+    from lowprec_check.engine.run.mode import Mode
 
 SLOW = "a call takes too long to try more inputs"
 RANDOM = "the model draws random numbers"
@@ -84,7 +86,10 @@ class Called(NamedTuple):
     """The first output, if the instrumented part runs the same code and so must repeat it."""
     seconds: float | None = None
     """What a call takes, if another one gives the same, in reasonable time."""
-    way: WayToTrain | None = None
+    mode: Mode | None = None
+    """The mode to explain the run in, if it is another one."""
+    to_explain: bool = True
+    """Whether the run is still to be explained."""
 
 
 class PlainPart:
@@ -198,7 +203,7 @@ class PlainPart:
         if so_far.failed:
             return
         # The times and the memory of a device are not those of its stand-in.
-        measured = task.measured and task.predicted is None
+        measured = task.measured and task.evidence == "measured"
         if measured:
             latency_ms, setup_seconds = so_far.seconds * 1e3, None
             if self.is_compiled:
@@ -218,7 +223,7 @@ class PlainPart:
             again = self._measure_memory()
         if not task.saves_reference:
             return
-        if stream_of(self.ready.model) is None:
+        if task.mode.repeats_fp32:
             if again is None:
                 self.rewind()
                 again, _ = run_once(*self._call, task.seed)

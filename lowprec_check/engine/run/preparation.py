@@ -9,22 +9,18 @@ from typing import Any
 
 import torch
 
-from lowprec_check.engine.core.compiled import compiled_code_in_eager
 from lowprec_check.engine.core.devices import generator_restorers, kept_generators, seed_everything
 from lowprec_check.engine.model.prepared import Prepared, prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.memory_limits import check_weights_fit
 from lowprec_check.engine.run.tasks import ModelTask
-from lowprec_check.engine.stand_in.stand_in_process import standing_in
 from lowprec_check.engine.trace.plain_modes import withholding
-from lowprec_check.engine.train.steps import TrainingStep, with_step
 from lowprec_check.schema.axes import BACKENDS, Backend, Call, Example, UnsupportedOpsError
 from lowprec_check.schema.findings import Gap
 from lowprec_check.schema.measures import LayerError
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE
-from lowprec_check.schema.ways_to_train import ways_of
 
 
 @contextlib.contextmanager
@@ -71,31 +67,9 @@ def in_fp32(task: ModelTask) -> ModelTask:
 
 @contextlib.contextmanager
 def kernels_of(task: ModelTask) -> Iterator[None]:
-    """The kernels that the model runs with: without withheld ones, or a predicted device's."""
-    # A compiler would trace the emulation, so that a prediction runs compiled code in eager mode.
-    eager = contextlib.nullcontext() if task.predicted is None else compiled_code_in_eager()
-    with eager, withholding(task.without_kernel), standing_in(task.predicted):
+    """The kernels that the model of ``task`` runs with: its mode's, without withheld ones."""
+    with withholding(task.without_kernel), task.mode.kernels():
         yield
-
-
-@contextlib.contextmanager
-def in_training(task: ModelTask, target: Target, snapshot: Snapshot | None = None) -> Iterator[Prepared]:
-    """The model of ``task``, or its script's, in training mode with gradients; restored later."""
-    with prepared_for(task, target, snapshot) as ready, torch.enable_grad():
-        if not ready.model.training and target.observed is None:
-            ready.model.train()
-        yield ready
-
-
-@contextlib.contextmanager
-def ready_for(task: ModelTask, target: Target, snapshot: Snapshot | None = None) -> Iterator[Prepared]:
-    """The model of ``task`` as it runs: on its backend, or in training steps of the first way."""
-    if task.steps:
-        with in_training(task, target, snapshot) as ready:
-            yield with_step(ready, TrainingStep(target, ready, ways_of(ready.precision, task.steps)[0]))
-    else:
-        with prepared_for(task, target, snapshot) as ready:
-            yield on_backend(task, target, ready)
 
 
 def in_eager_mode(ready: Prepared, target: Target) -> Prepared:

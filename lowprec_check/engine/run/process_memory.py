@@ -54,7 +54,7 @@ class ProcessMemory:
     def of(cls, task: RunTask, model: nn.Module) -> ProcessMemory | None:
         """That of the run of ``task``; ``None`` if not asked for, not alone, or not on the CPU."""
         asked = task.process_memory and task.alone and task.measured
-        return cls(model) if asked and task.device == "cpu" and task.predicted is None else None
+        return cls(model) if asked and task.device == "cpu" and task.evidence == "measured" else None
 
     def peak(self, call: Callable[[], object], free: Callable[[], object], prepared: object = None) -> int | None:
         """Bytes at the peak of ``call``, which was called before; ``None`` if unknown."""

@@ -41,13 +41,9 @@ def check_reference(task: RunTask, outcome: Outcome, target: Target) -> RunSoFar
         raise UsageError(f"The model crashed in fp32: {outcome.reason}.", hint)
     if run.exception is not None:
         raise UsageError(
-            *failed_reference(run.exception, target, task.shown_device, predicted=task.predicted is not None)
+            *failed_reference(run.exception, target, task.shown_device, predicted=task.evidence == "predicted")
         )
-    if run.status == "nonfinite" and task.steps:
-        raise UsageError(
-            f"Training in fp32 gives NaN or Inf in step {run.calls}, in the loss or the weights.",
-            "Fix it in fp32 first: check the loss, or lower the learning rate in `optimizer`.",
-        )
+    task.mode.check_reference(so_far)
     if run.status == "nonfinite":
         origin = so_far.nonfinite_at
         if origin is None:

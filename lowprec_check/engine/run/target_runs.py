@@ -12,30 +12,27 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lowprec_check.catalog.names import why_not_covered
 from lowprec_check.engine.core.devices import rounds_to_tf32
-from lowprec_check.engine.core.installation import extension_problem
-from lowprec_check.engine.model.prepared import autocast_problem, format_problem
+from lowprec_check.engine.model.prepared import format_problem
 from lowprec_check.engine.model.run_so_far import RunSoFar
-from lowprec_check.engine.model.streamed_weights import HELD_BYTES, stream_of
 from lowprec_check.engine.run.hooks import TimedRuns, features
 from lowprec_check.engine.run.launcher import Launcher
 from lowprec_check.engine.run.memory_limits import check_weights_fit, why_too_large
+from lowprec_check.engine.run.mode import mode_of
 from lowprec_check.engine.run.outcome import compared_with, explained_by, finished
 from lowprec_check.engine.run.plain_part import Fp32Outputs
 from lowprec_check.engine.run.reference_errors import check_reference
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.tasks import ModelTask, RunOptions, RunTask, TaskFiles, open_task_files
-from lowprec_check.engine.run.training_part import ExtensionTask
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
-from lowprec_check.schema.axes import BACKENDS, device_type
+from lowprec_check.schema.axes import BACKENDS
 from lowprec_check.schema.measures import Errors
+from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.precisions import FP16, PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE, MemoryFormat, RunKey
 from lowprec_check.schema.scan_result import Run, skipped
 from lowprec_check.schema.training import TrainingSetup
-from lowprec_check.schema.ways_to_train import WAYS
 
 REFERENCE_BUDGET = 600.0
 """Budget in seconds of the fp32 run, whose time is not known yet."""
@@ -73,7 +70,7 @@ class TargetRuns:
         self._first_seconds = 0.0
         self._drew: dict[RunKey, bool | None] = {}
         """Whether a run without modules kept in fp32 drew random numbers; ``None``: unknown."""
-        self._stream = stream_of(source.target.model)
+        self.mode = options.mode or mode_of(source, ScanOptions())
         self._ablations: dict[tuple[RunKey, frozenset[str]], Run] = {}
         """By the run and the modules in fp32: one may be a trial of a plan, too."""
         self._eager: dict[RunKey, Run] = {}
@@ -109,7 +106,7 @@ class TargetRuns:
             budget=self.reference_budget,
             saves_reference=True,
             measured=first,
-            instrumented=first and instrumented and self._stream is None,
+            instrumented=first and instrumented and self.mode.repeats_fp32,
         )
         outcome = self.launcher.run_reference(task)
         so_far = check_reference(task, outcome, self.target)
@@ -191,8 +188,8 @@ class TargetRuns:
     def in_order(self, keys: Sequence[RunKey]) -> list[RunKey]:
         """``keys`` in the order to run them: slow ones last, which may run side by side."""
         options = self.options
-        alone = self._stream is not None or self.launcher.hidden_state or options.scenario is not None
-        if not alone and options.device == "cpu" and options.steps == 0 and options.batches <= 1:
+        alone = self.launcher.hidden_state or options.scenario is not None
+        if self.mode.takes_turns and not alone and options.device == "cpu" and options.batches <= 1:
             slow = [key for key in keys if key.backend == EAGER and self.is_slow(key.precision)]
             possible = [key for key in slow if self._why_skipped(key) is None]
             self.launcher.side_by_side.expect(map(self._usual_task, possible))
@@ -235,7 +232,7 @@ class TargetRuns:
         outcome = self.launcher.run(task)
         if not keep_fp32:
             self._drew[task.key] = outcome.draws
-        run = self._with_extension_ways(compared_with(finished(task, outcome), self.fp32), task)
+        run = compared_with(finished(task, outcome), self.fp32)
         if measured:
             run = self._completed(run, task)
         if ablation is not None and not status_only:
@@ -259,8 +256,8 @@ class TargetRuns:
 
     @property
     def has_times(self) -> bool:
-        """Whether times are asked for, and are those of the device and of weights in memory."""
-        return self.options.timed and self.options.predicted is None and self._stream is None
+        """Whether times are asked for, and can be compared."""
+        return self.options.timed and self.mode.has_times
 
     def task_to_time(self, run: Run) -> ModelTask:
         """The task whose calls are timed for ``run``."""
@@ -275,29 +272,6 @@ class TargetRuns:
         """Whether the device does not accelerate its format: one call may decide about a run."""
         return PRECISIONS.get(precision).format.short in self.options.slow_formats
 
-    def _with_extension_ways(self, run: Run, task: RunTask) -> Run:
-        """``run`` with the ways of Intel's extension, if it fits; notes say what failed."""
-        # They are tried for autocast to bf16 on the CPU, in a worker: the extension changes its
-        # process for good. ``ipex.optimize`` takes weights in fp32 only, and would cast those of
-        # modules that are kept in fp32.
-        precision = PRECISIONS.get(task.precision)
-        fits = any(way.trial == "own process" and way.suits(precision) for way in WAYS)
-        here = task.device == "cpu" and task.predicted is None and self.isolation != "none"
-        plain = not task.keep_fp32 and task.memory_format == CONTIGUOUS
-        trained = bool(task.steps) and run.status in ("ok", "inaccurate", "nonfinite")
-        if run.training is None or not (fits and here and plain and trained) or extension_problem() is not None:
-            return run
-        extension = task.as_task(ExtensionTask, so_far=task.begun())
-        outcome = self.launcher.execute(extension)
-        ways = [*run.training.ways]
-        if outcome.so_far is not None and outcome.so_far.run.training is not None:
-            ways += outcome.so_far.run.training.ways
-        notes = [*run.notes, *outcome.faults]
-        why = outcome.why_incomplete(extension.part_budget)
-        if why:
-            notes.append(f"not all ways of Intel's extension were tried: {why}")
-        return msgspec.structs.replace(run, training=msgspec.structs.replace(run.training, ways=ways), notes=notes)
-
     def _completed(self, run: Run, task: RunTask) -> Run:
         """``run`` with what features find in other processes."""
         for feature in self._features:
@@ -306,23 +280,15 @@ class TargetRuns:
 
     def _why_skipped(self, key: RunKey) -> str | None:
         options, target, backend = self.options, self.target, BACKENDS.get(key.backend)
-        done = {"predicted": options.predicted is not None, "trained": options.steps > 0}
-        done["streamed"] = self._stream is not None
-        if backend.name != EAGER and any(done.values()):
-            return f"only eager runs are {next(filter(done.get, done))}"
+        if backend.name != EAGER and not self.mode.has_backends:
+            return f"only eager runs are {self.mode.name}"
         if backend.changes_process and self.isolation == "none":
             return (
                 f"{backend.name} changes its process for good, so it runs in a worker only (--isolation fork or spawn)"
             )
         precision = PRECISIONS.get(key.precision)
         reason = backend.skip_reason(precision, key.device, key.memory_format)
-        # torch disables the autocast of a device that is not here.
-        if options.predicted is None:
-            reason = reason or autocast_problem(precision, device_type(key.device))
-        elif precision.kind in ("cast", "autocast"):
-            problem = why_not_covered(precision)
-            if problem is not None:
-                reason = f"nothing can be predicted: {problem}"
+        reason = reason or self.mode.why_skipped(precision, key.device)
         reason = reason or format_problem(key.memory_format, target.model, target.inputs)
         peak = self.fp32.peak_memory_bytes if self.fp32 else None
         return reason or why_too_large(target.model, options.device, self.isolation, peak, self._files)
@@ -339,23 +305,18 @@ class TargetRuns:
             **{name: getattr(options, name) for name in _FROM_OPTIONS},
             "files": self._files,
             "alone": self.isolation in ("fork", "spawn"),
-            "budget_error": options.budget_error and not options.steps,
+            "mode": self.mode,
+            "budget_error": options.budget_error and self.mode.is_forward,
             "tolerance": self.tolerance(precision, changes.get("backend", EAGER)),
             "budget": self.budget,
             "explain_budget": options.budget or max(self.budget, forwards),
             "fp32_ms": self._fp32_ms,
             "fp32_setup": max(0.0, self._first_seconds - fp32_ms / 1e3),
             "fp32_peak": self.fp32 and self.fp32.peak_memory_bytes,
-            "changes_parameters": self.launcher.changes_parameters or options.steps > 0,
+            "changes_parameters": self.launcher.changes_parameters or self.mode.changes_parameters,
             "accelerated": not self.is_slow(precision),
         }
-        settings |= changes
-        if self._stream is not None:
-            settings["measured"] = False
-            # The derivative reads all weights once more, so that it must be asked for.
-            settings["budget_error"] = options.budget_error and not options.limits_memory
-            settings["reads_once"] = self._stream.nbytes > HELD_BYTES and precision != REFERENCE
-        return RunTask(precision=precision, **settings)
+        return self.mode.adjusted(RunTask(precision=precision, **settings | changes))
 
 
 @contextlib.contextmanager

@@ -144,6 +144,8 @@ def _take_state(event: StateEvent[TaskWorker], outcome: Outcome, task: ModelTask
             outcome.reason += " (out of memory?)"
         if line:
             outcome.reason += f" at {line}"
+    if outcome.ended != "done":
+        outcome.take_end()
 
 
 def _report(event: Event, outcome: Outcome, task: ModelTask, source: TargetSource) -> None:

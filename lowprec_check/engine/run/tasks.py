@@ -7,7 +7,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterator
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
@@ -18,10 +18,14 @@ from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.errors import UsageError
 from lowprec_check.process.breadcrumb import clear_shared, open_shared, shared_file
 from lowprec_check.schema.axes import lowers_precision
-from lowprec_check.schema.measures import Errors, PredictedDevice, Scenario
+from lowprec_check.schema.measures import Errors, Scenario
+from lowprec_check.schema.op_calls import OpCalls, without_times
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, MemoryFormat, RunKey
 from lowprec_check.schema.scan_result import Evidence, Run
+
+if TYPE_CHECKING:
+    from lowprec_check.engine.run.mode import Mode
 
 OP_SECONDS = 1.0
 """An op may take so long, or as long as two fp32 forwards, before it is taken to be too slow."""
@@ -89,8 +93,8 @@ class ModelTask:
     precision: str
     backend: str = EAGER
     device: str
-    predicted: PredictedDevice | None = None
-    """The device that the worker stands for, if it is not ``device``."""
+    mode: Mode
+    """What it calls, and how."""
     memory_format: MemoryFormat = CONTIGUOUS
     files: TaskFiles
     keep_fp32: tuple[str, ...] = ()
@@ -108,8 +112,6 @@ class ModelTask:
     without_kernel: tuple[str, ...] = ()
     changes_parameters: bool = False
     """Whether calls write to parameters, whose values are then saved and restored."""
-    steps: int = 0
-    """Steps of training; 0 if only the forward pass is run."""
     process_memory: bool = False
     accelerated: bool = True
     """Whether the hardware may compute in this format: if so, one slow call does not decide."""
@@ -139,12 +141,12 @@ class ModelTask:
     @property
     def shown_device(self) -> str:
         """The device that the run is about."""
-        return self.device if self.predicted is None else self.predicted.name
+        return self.mode.shown_device(self.device)
 
     @property
     def evidence(self) -> Evidence:
         """What the run is: measured here, or predicted for another device."""
-        return "measured" if self.predicted is None else "predicted"
+        return self.mode.evidence
 
     @property
     def uses_autocast(self) -> bool:
@@ -164,7 +166,7 @@ class ModelTask:
     @property
     def op_limit(self) -> float:
         """Seconds before an op is emulated; emulated kernels have the speed of fp32."""
-        if self.predicted is not None:
+        if self.evidence == "predicted":
             return math.inf
         return min(max(OP_SECONDS, 2 * (self.fp32_ms or 0.0) / 1e3), self.budget / 2)
 
@@ -178,18 +180,16 @@ class ModelTask:
     @property
     def hopeless_seconds(self) -> float:
         """A longer call decides about the run: the hardware cannot make it faster."""
-        if self.fp32_ms is None or self.accelerated or self.steps:
+        if self.fp32_ms is None or self.accelerated or not self.mode.is_forward:
             return math.inf
         return self.fp32_setup + max(HOPELESS_SECONDS, HOPELESS_RATIO * self.fp32_ms / 1e3)
 
     @property
     def progress(self) -> tuple[str, str]:
         """What to show while it runs: the name of the run, and what it does before its first op."""
-        doing = "plain run"
-        if self.steps:
-            doing = "training"
-        elif self.keep_fp32:
-            doing = f"plain run with {len(self.keep_fp32)} modules in fp32"
+        doing = self.mode.doing
+        if self.keep_fp32:
+            doing += f" with {len(self.keep_fp32)} modules in fp32"
         return self.key.label, doing
 
 
@@ -204,6 +204,8 @@ class AnalysisTask(ModelTask):
     explain_budget: float = 20.0
     limits_memory: bool = True
     """Whether the instrumented part takes a multiple of fp32's memory, not all free memory."""
+    timed: bool = True
+    """Whether the times of its ops are kept."""
     fp32_peak: int | None = None
     """Peak memory of the fp32 run in bytes, weights included."""
 
@@ -228,18 +230,9 @@ class RunTask(AnalysisTask):
     """Further inputs to try, if it is measured; ``None``: as many as fit into a little time."""
     batches: int = 1
     """Number of batches that runs of their own try: further inputs are those after them."""
-    timed: bool = True
-    """Whether the times of its ops are kept."""
     draws: bool = True
     status_only: bool = False
     """Whether nothing but the status is asked for: a call that fails is the last one."""
-    reads_once: bool = False
-    """Whether the instrumented part's output is judged, so that weights are read once."""
-
-    @property
-    def part_budget(self) -> float:
-        """That of the instrumented part too, if it comes first."""
-        return self.measure_budget if self.reads_once else self.call_budget
 
     def begun(self) -> RunSoFar:
         """What is known of the run before it starts."""
@@ -277,6 +270,13 @@ class ExplainTask(AnalysisTask):
         return self.explain_budget
 
 
+def as_kept(task: AnalysisTask, calls: OpCalls) -> OpCalls:
+    """``calls`` as they are saved: without their times, unless these are asked for and real."""
+    if task.timed and task.evidence == "measured":
+        return calls
+    return without_times(calls)
+
+
 # -- What the tasks of a target have in common
 
 
@@ -285,7 +285,8 @@ class RunOptions:
     """Options of all runs, as tasks have them; ``budget``: by default 20 s or ten fp32 calls."""
 
     device: str = "cpu"
-    predicted: PredictedDevice | None = None
+    mode: Mode | None = None
+    """What is called; by default the mode of the target."""
     budget: float | None = None
     errors: Errors = "both"
     budget_error: bool = True
@@ -298,7 +299,6 @@ class RunOptions:
     further_inputs: int | None = 0
     """Further inputs for a run that passes; ``None``: as many as fit into a little time."""
     batches: int = 1
-    steps: int = 0
     timed: bool = True
     process_memory: bool = False
     """Whether memory is that of processes: other backends hold more than torch's tensors."""

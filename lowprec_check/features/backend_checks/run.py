@@ -44,7 +44,7 @@ def check_backend(part: PlainPart) -> None:
 def check_compiler(part: PlainPart) -> None:
     """Report whether the compiler made the output worse, if it is compiled and not random."""
     task, report = part.task, part.report
-    compiled = part.is_compiled and not BACKENDS.get(task.backend).lowers_precision and task.predicted is None
+    compiled = part.is_compiled and not BACKENDS.get(task.backend).lowers_precision and task.evidence == "measured"
     if compiled and part.outputs and not (report.run.random or part.too_slow or task.keep_fp32):
         # Each is reported, in case time is too short for what follows.
         for check in _compiler_checker(part).checks():

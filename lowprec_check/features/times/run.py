@@ -24,7 +24,7 @@ class Times(Feature):
         scenario = runs.options.scenario
         if scenario is None or run.latency_ms is None:
             return run
-        changes = runs.launcher.changes_parameters or task.steps > 0
+        changes = runs.launcher.changes_parameters or task.mode.changes_parameters
         task = dataclasses.replace(task, changes_parameters=changes, usual_ms=run.latency_ms)
         try:
             timing = time_in_scenario(task, runs.launcher, scenario)

@@ -16,7 +16,6 @@ from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.engine.run.messages import Answer, Receive, Send
-from lowprec_check.engine.run.preparation import ready_for
 from lowprec_check.engine.run.tasks import ModelTask
 from lowprec_check.errors import UsageError, first_line, message_of, type_name
 from lowprec_check.features.times.event_times import EventCalls, has_events
@@ -238,7 +237,7 @@ class TimeTask(ModelTask):
             turn: TurnTimed | TurnFailed
             try:
                 started = system.perf_counter()
-                with ready_for(run, target, snapshot) as ready:
+                with run.mode.ready(run, target, snapshot) as ready:
                     calls = TimedCalls(run, target, ready)
                     calls.warm_up()
                     # Otherwise most of the time goes into preparing.
@@ -263,7 +262,7 @@ class TurnsTask(ModelTask):
         with open(os.devnull, "wb") as nothing:
             os.dup2(nothing.fileno(), 1)
         try:
-            with ready_for(self, target) as ready:
+            with self.mode.ready(self, target) as ready:
                 calls = TimedCalls(self, target, ready)
                 calls.warm_up()
                 send(Answer())

@@ -323,8 +323,8 @@ def scanned(path: Path, weights: Path, *, stream: bool, **options: object) -> Sc
 @pytest.fixture
 def few_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the weights were more than may be kept."""
-    for module in ("model.streamed_weights", "run.target_runs", "scan"):
-        monkeypatch.setattr(f"lowprec_check.engine.{module}.HELD_BYTES", 1000)
+    for module in ("engine.model.streamed_weights", "features.streaming.run"):
+        monkeypatch.setattr(f"lowprec_check.{module}.HELD_BYTES", 1000)
 
 
 @pytest.fixture(scope="module")
@@ -489,7 +489,7 @@ def test_the_time_of_an_analyzed_call_tells_nothing(tmp_path: Path, monkeypatch:
     files = written(tmp_path)
     for once in (True, False):
         if not once:
-            monkeypatch.setattr("lowprec_check.engine.run.target_runs.HELD_BYTES", 1 << 30)
+            monkeypatch.setattr("lowprec_check.features.streaming.run.HELD_BYTES", 1 << 30)
         half = scanned(*files, stream=True, plan=False, precisions="half").run("half")
         assert (half.status, half.calls, half.judged_by_one_call) == ("ok", 1, not once)
 
@@ -500,14 +500,14 @@ def test_the_time_of_an_analyzed_call_tells_nothing(tmp_path: Path, monkeypatch:
 def test_the_search_for_a_plan_is_shown(
     plan: bool | None, says: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lowprec_check.engine.scan.HELD_BYTES", 1000)
+    monkeypatch.setattr("lowprec_check.features.streaming.run.HELD_BYTES", 1000)
     path, weights = written(tmp_path)
     said = notice(load_here(TargetSpec(str(path), weights=weights, stream=True), 0), precisions="half", plan=plan)
     assert says in said if says else "plan" not in said
 
 
 def test_what_it_takes_and_what_is_read_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowprec_check.engine.scan.HELD_BYTES", 64 << 20)
+    monkeypatch.setattr("lowprec_check.features.streaming.run.HELD_BYTES", 64 << 20)
     path, weights = written(tmp_path, width=512, layers=100)
     source = load_here(TargetSpec(str(path), weights=weights, stream=True), 0)
     shown = list[tuple[str, str]]()

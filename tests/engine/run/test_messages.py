@@ -23,6 +23,7 @@ from lowprec_check.engine.run.messages import (
     decode,
     encode,
 )
+from lowprec_check.engine.run.mode import Mode
 from lowprec_check.engine.run.outcome import Outcome, finished
 from lowprec_check.engine.run.tasks import RunTask, TaskFiles
 from lowprec_check.errors import UsageError, WorkerError
@@ -163,13 +164,14 @@ def test_op_calls_are_sent_once() -> None:
 
 # -- The run of a task whose worker has ended, by what it had said of it
 
-TASK = RunTask(precision="half", device="cpu", files=TaskFiles(0, 0, 0, 0), budget=20.0)
+TASK = RunTask(precision="half", device="cpu", mode=Mode(), files=TaskFiles(0, 0, 0, 0), budget=20.0)
 PASSED = msgspec.structs.replace(TASK.begun().with_fields(status="ok", calls=3), is_judged=True)
 
 
 def ended(how: str, *messages: TaskMessage, reason: str | None = None) -> Run:
     outcome = outcome_of(*messages)
     outcome.ended, outcome.reason = how, reason  # type: ignore[assignment]
+    outcome.take_end()
     return finished(TASK, outcome)
 
 

@@ -26,6 +26,7 @@ from lowprec_check.engine.run import isolation, target_source, worker
 from lowprec_check.engine.run.isolation import isolation_on
 from lowprec_check.engine.run.launcher import Launcher
 from lowprec_check.engine.run.messages import Send
+from lowprec_check.engine.run.mode import Mode
 from lowprec_check.engine.run.target_source import TargetSource, cuda_asked_in_a_fork, load_here
 from lowprec_check.engine.run.target_spec import TargetSpec
 from lowprec_check.engine.run.tasks import RunTask, open_task_files
@@ -268,7 +269,7 @@ def test_a_device_that_breaks_outside_of_a_call_is_an_error_of_the_row(monkeypat
     monkeypatch.setattr(worker, "run_model", fails_on_the_device)
     source = TargetSource(make_target(Breaks().eval(), torch.ones(2, 8)))
     with open_task_files() as files:
-        outcome = Launcher(source, "shared").execute(RunTask(precision="half", device="cpu", files=files))
+        outcome = Launcher(source, "shared").execute(RunTask(precision="half", device="cpu", files=files, mode=Mode()))
     source.close()
     assert outcome.run is not None
     assert outcome.run.status == "error"
@@ -303,7 +304,7 @@ def test_a_shared_worker_does_one_task_after_another(monkeypatch: pytest.MonkeyP
     source = TargetSource(make_target(nn.Linear(2, 2).eval(), torch.ones(1, 2)))
     with open_task_files() as files:
         launcher, notes = Launcher(source, "shared"), []
-        one = RunTask(precision="half", device="cpu", files=files)
+        one = RunTask(precision="half", device="cpu", files=files, mode=Mode())
         for precision in ("half", "bfloat16", "autocast-fp16"):
             outcome = launcher.execute(dataclasses.replace(one, precision=precision))
             notes.append(outcome.run.notes if outcome.run else (outcome.ended, str(outcome.reason)))

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from training_loops import sgd, trained, training
 
-from lowprec_check.engine.run import target_runs
 from lowprec_check.engine.train.ways import extension_optimizers
+from lowprec_check.features.training import run as training_run
 from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.training import TrainingRun
 
@@ -37,14 +37,14 @@ def extension(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]],
     """Replace what calls the extension, as if the extension fitted this torch; a fork has it too."""
 
     def replace(updates: Callable[..., Any]) -> None:
-        monkeypatch.setattr(target_runs, "extension_problem", lambda: None)
+        monkeypatch.setattr(training_run, "extension_problem", lambda: None)
         monkeypatch.setattr(extension_optimizers.ExtensionWay, "updates", lambda way, *given: updates(way.name, *given))
 
     return replace
 
 
 def test_without_the_extension_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target_runs, "extension_problem", lambda: "it is not installed")
+    monkeypatch.setattr(training_run, "extension_problem", lambda: "it is not installed")
     imported = "intel_extension_for_pytorch" in sys.modules  # by other tests, where it is installed
     assert names(scanned(isolation="none")[1]) == names(scanned()[1]) == USUAL
     assert ("intel_extension_for_pytorch" in sys.modules) == imported

@@ -22,7 +22,7 @@ from lowprec_check.engine.core.compiled import compiled_frames, own_compiled_cod
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.run import target_runs as run_options
 from lowprec_check.engine.run.hooks import TimedRuns
-from lowprec_check.engine.run.preparation import ready_for
+from lowprec_check.engine.run.mode import Mode
 from lowprec_check.engine.run.target_runs import open_runs
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.tasks import ModelTask, RunOptions
@@ -179,9 +179,9 @@ def test_a_call_on_one_core_that_compiles_again_is_not_timed(monkeypatch: pytest
     monkeypatch.setattr(turns, "SHORT_SECONDS", 0.0)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    task = ModelTask(precision="fp32", device="cpu", files=None)  # type: ignore[arg-type]
+    task = ModelTask(precision="fp32", device="cpu", files=None, mode=Mode())  # type: ignore[arg-type]
     target = make_target(torch.compile(nn.Linear(8, 8), backend="eager"), torch.randn(4, 8))
-    with own_compiled_code(autocast=False), ready_for(task, target) as ready:
+    with own_compiled_code(autocast=False), task.mode.ready(task, target) as ready:
         calls = turns.TimedCalls(task, target, ready)
         calls.warm_up()
         frames = compiled_frames()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -30,6 +31,7 @@ from lowprec_check.engine.model.training import (
 )
 from lowprec_check.engine.model.user_code import call_user_code, required_arguments
 from lowprec_check.engine.run.messages import Reporter, Started
+from lowprec_check.engine.run.preparation import prepared_for
 from lowprec_check.engine.run.tasks import ModelTask, TaskFiles
 from lowprec_check.engine.train.first_step import FirstGradients
 from lowprec_check.engine.train.lost_updates import LostUpdateCounter, Stalls
@@ -86,6 +88,15 @@ class TrainingReference:
         return cls(base, others, Samples(sizes), *first_step)
 
 
+@contextlib.contextmanager
+def in_training(task: ModelTask, target: Target, snapshot: Snapshot | None = None) -> Iterator[Prepared]:
+    """The model of ``task``, or its script's, in training mode with gradients; restored later."""
+    with prepared_for(task, target, snapshot) as ready, torch.enable_grad():
+        if not ready.model.training and target.observed is None:
+            ready.model.train()
+        yield ready
+
+
 def script_parts(target: Target) -> dict[str, Any]:
     """A script's step beyond its loss and optimizer, to be saved; empty for other targets."""
     observed, optimizer = target.observed, target.optimizer
@@ -104,11 +115,12 @@ class TrainingSteps:
     """Steps of the model ``ready`` on ``batches`` in turn, for ``task``."""
 
     def __init__(
-        self, task: ModelTask, target: Target, ready: Prepared, report: Reporter, batches: Sequence[Target]
+        self, task: ModelTask, target: Target, ready: Prepared, report: Reporter, batches: Sequence[Target], steps: int
     ) -> None:
         self.task, self.target, self.ready, self.report, self._batches = task, target, ready, report, batches
+        self.steps = steps
         self._snapshot = Snapshot(ready.model, target.rewound, parameters=True)
-        self._ways = ways_of(ready.precision, task.steps)
+        self._ways = ways_of(ready.precision, steps)
         """The ways to train; the first is that of the run."""
         self.explained = self._ways[0]
         """The way of the step that is explained op by op."""
@@ -208,9 +220,9 @@ class ReferenceTraining(TrainingSteps):
     """Trains the model in fp32 on ``batches``, then from other seeds; sends the results."""
 
     def __init__(
-        self, task: ModelTask, target: Target, ready: Prepared, report: Reporter, batches: Sequence[Target]
+        self, task: ModelTask, target: Target, ready: Prepared, report: Reporter, batches: Sequence[Target], steps: int
     ) -> None:
-        super().__init__(task, target, ready, report, batches)
+        super().__init__(task, target, ready, report, batches, steps)
         self._count = 0
         """How many of the outputs are the output and the loss."""
         self._loss: DescribedLoss | None = None
@@ -225,7 +237,7 @@ class ReferenceTraining(TrainingSteps):
         self._optimizer = describe_optimizer(step.updates.optimizer)
         loop = self._loop(step, self.task.seed, (gradients, stalls), self._keep_outputs)
         try:
-            base = loop.run(self.task.steps)
+            base = loop.run(self.steps)
         except StepFailedError as failure:
             exception = msgspec.structs.replace(describe_error(failure.error, self.ready.model), phase=step.phase)
             if step.in_loss:
@@ -299,7 +311,7 @@ class ReferenceTraining(TrainingSteps):
             make = functools.partial(make_optimizer, self.target.optimizer)
             counter = LostUpdateCounter(self.trained, make, torch.float64)
         setup = TrainingSetup(
-            steps=self.task.steps,
+            steps=self.steps,
             loss=self._loss.words,
             loss_code=self._loss.code,
             loss_setup=[*self._loss.setup, *lines],
@@ -311,7 +323,7 @@ class ReferenceTraining(TrainingSteps):
             default_loss=self.target.loss is None,
             default_optimizer=self.target.optimizer is None,
             new_batches=len(self._batches) > 1,
-            batches=len(self._batches) if 1 < len(self._batches) < self.task.steps else 0,
+            batches=len(self._batches) if 1 < len(self._batches) < self.steps else 0,
             seeds=len(reference.others),
             varied=seeds.varied,
             losses=base.losses,
@@ -339,7 +351,7 @@ class ReferenceTraining(TrainingSteps):
         watchers: tuple[Watcher, ...] = ()
         steps = 1
         if counter is not None:
-            watchers, steps = (counter,), self.task.steps
+            watchers, steps = (counter,), self.steps
         try:
             self._loop(self._step(PLAIN), self.task.seed, watchers, keep).run(steps)
         except StepFailedError:
@@ -351,7 +363,7 @@ class ReferenceTraining(TrainingSteps):
         self._snapshot.rewind()
         batches = seeds.start(number)
         try:
-            return self._loop(self._step(PLAIN), self.task.seed + number, batches=batches).run(self.task.steps)
+            return self._loop(self._step(PLAIN), self.task.seed + number, batches=batches).run(self.steps)
         except StepFailedError:  # of a decomposition, for example, that the initial weights make impossible
             return None
 

@@ -17,13 +17,11 @@ from lowprec_check.engine.core.output_comparison import compare_outputs
 from lowprec_check.engine.core.source_location import ModuleStack
 from lowprec_check.engine.model.plain_run import describe_error
 from lowprec_check.engine.model.prepared import Prepared
-from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.training import make_optimizer
-from lowprec_check.engine.run.messages import Fault, Receive, Reporter, Send, faults_sent
-from lowprec_check.engine.run.preparation import in_fp32, in_training
+from lowprec_check.engine.run.messages import Fault, Reporter, Send
+from lowprec_check.engine.run.preparation import in_fp32
 from lowprec_check.engine.run.tasks import ModelTask
-from lowprec_check.engine.run.training_reference import TrainingReference, TrainingSteps
 from lowprec_check.engine.trace.places import Places
 from lowprec_check.engine.trace.plain_modes import DrawsDiffer, RecordDraws, ReplayDraws
 from lowprec_check.engine.train.first_step import (
@@ -43,12 +41,12 @@ from lowprec_check.engine.train.steps import (
     StepFailedError,
     TrainingStep,
     Watcher,
-    batches_of,
     state_bytes,
 )
 from lowprec_check.engine.train.trajectory import Trajectory
 from lowprec_check.engine.train.ways.usual import PLAIN, SUGGESTED
 from lowprec_check.errors import UsageError
+from lowprec_check.features.training.training_reference import TrainingReference, TrainingSteps, in_training
 from lowprec_check.schema.training import LossScale, TrainingRun, TrainingWay
 from lowprec_check.schema.verdict import Status
 from lowprec_check.schema.ways_to_train import DEFAULT_SCALE, WAYS, WayToTrain
@@ -64,14 +62,15 @@ class TrainingPart(TrainingSteps):
         ready: Prepared,
         report: Reporter,
         batches: Sequence[Target],
+        steps: int,
         reference: TrainingReference,
     ) -> None:
-        super().__init__(task, target, ready, report, batches)
+        super().__init__(task, target, ready, report, batches, steps)
         self._reference = reference
         self._underflow: dict[str, float] = {}
         """Per way, the share of the gradients' elements that underflow in the first step."""
         self._training = TrainingRun(ways=[])
-        self._limit = max(task.budget, 3 * task.steps * (task.fp32_ms or 0.0) / 1e3)
+        self._limit = max(task.budget, 3 * steps * (task.fp32_ms or 0.0) / 1e3)
         """Seconds for the steps of the first way, and for those of all others together."""
         self._seconds = 0.0
         """What the others have taken."""
@@ -176,7 +175,7 @@ class TrainingPart(TrainingSteps):
         keep = self._keep_outputs if way == self._ways[0] else None
         loop = self._loop(step, self.task.seed, list(watchers.values()), keep)
         try:
-            trajectory = loop.run(self.task.steps, may_continue=lambda seconds: seconds <= self._limit)
+            trajectory = loop.run(self.steps, may_continue=lambda seconds: seconds <= self._limit)
         except StepFailedError as failure:
             exception = msgspec.structs.replace(describe_error(failure.error, self.ready.model), phase=step.phase)
             failed_step = loop.trajectory.steps + 1
@@ -299,35 +298,6 @@ class TrainingPart(TrainingSteps):
             elif math.isfinite(largest.value):
                 break
         return largest
-
-
-EXTENSION_SECONDS = 120.0
-"""Time to import Intel's extension, and for each step with it, if the budget is less."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ExtensionTask(ModelTask):
-    """Train in the ways of Intel's extension, which changes the process for good."""
-
-    changes_process = True
-    so_far: RunSoFar
-    """The run, to which they are added."""
-
-    @property
-    def part_budget(self) -> float:
-        """Importing the extension takes long."""
-        return max(self.call_budget, EXTENSION_SECONDS)
-
-    @property
-    def progress(self) -> tuple[str, str]:
-        """The run, and what is tried."""
-        return self.key.label, "training with Intel's extension"
-
-    def do(self, target: Target, send: Send, receive: Receive) -> None:
-        """Send how the model trains in each of these ways."""
-        with faults_sent("training with Intel's extension", send), in_training(self, target) as ready:
-            reference, report = TrainingReference.load(self.files), Reporter(self.so_far, send)
-            TrainingPart(self, target, ready, report, batches_of(target, self.steps), reference).compare_extension()
 
 
 def _last(values: Sequence[float]) -> float | None:

@@ -1,0 +1,119 @@
+"""The instrumented part of a run in its worker: what it may take, and what becomes of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from lowprec_check.engine.model.plain_run import run_once
+from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.run.memory_limits import allowance
+from lowprec_check.engine.run.messages import GapFound, OpCallsFound, Reporter, Send, Started
+from lowprec_check.engine.run.mode import Mode
+from lowprec_check.engine.run.output_trials import measured_shares, tried_ranges
+from lowprec_check.engine.run.plain_part import Called, Fp32Outputs
+from lowprec_check.engine.run.preparation import in_eager_mode, in_fp32, kernels_of, prepared_for
+from lowprec_check.engine.run.tasks import AnalysisTask, ExplainTask, RunTask, as_kept
+from lowprec_check.engine.trace.execution import Emulation
+from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
+from lowprec_check.engine.trace.journal import Instrumented
+from lowprec_check.engine.trace.places import CallSite
+from lowprec_check.process import system
+from lowprec_check.process.breadcrumb import Breadcrumb
+from lowprec_check.schema.scan_result import Run
+
+COLD = 0.1
+"""First calls longer by this part of an op's limit: fp32 is called before the limit applies."""
+
+
+def explain(task: RunTask | ExplainTask, target: Target, report: Reporter, called: Called) -> None:
+    """Run the instrumented part; add what it found, and what it blames as plain calls show it."""
+    slow, crashed = dict[str, str](), dict[CallSite, str]()
+    failed, seconds = report.so_far.failed, task.measure_budget
+    if isinstance(task, ExplainTask):
+        slow, crashed = dict(task.slow), dict(task.crashed)
+        failed, seconds = failed or task.measure_once, task.explain_budget
+    # The times of emulated kernels mean nothing.
+    measure_once = called.too_slow and task.evidence == "measured"
+    report.send(Started(seconds=seconds, op_seconds=task.op_limit if failed else None))
+    started = system.thread_time()
+    with report.faults_of("instrumenting"):
+        emulation = Emulation(slow, crashed, measure_once=measure_once)
+        mode = called.mode or task.mode
+        instrumented = instrument(task, target, report.send, mode, emulation=emulation, outputs=called.outputs)
+        add_explanation(task, report, instrumented)
+        taken = system.thread_time() - started
+        with kernels_of(task):
+            for budget in measured_shares(task, target, instrumented, called.outputs, called.seconds, seconds=taken):
+                report.add(budget=budget)
+
+
+def add_explanation(task: AnalysisTask, report: Reporter, instrumented: Instrumented) -> None:
+    """Add what the instrumented part found to the run."""
+    names = [name for name in Instrumented.__struct_fields__ if name in Run.__struct_fields__]
+    fields = {name: getattr(instrumented, name) for name in names}
+    fields["op_calls"] = as_kept(task, instrumented.op_calls)
+    # A backend names the ops that it lacks itself.
+    fields["gaps"] = report.run.gaps or instrumented.gaps
+    fields["notes"] = [*report.run.notes, *instrumented.faults, *instrumented.notes]
+    so_far, draws = report.so_far.with_fields(**fields), report.so_far.draws
+    if draws is None and instrumented.complete and not instrumented.faults:
+        draws = instrumented.draws
+    report.update(msgspec.structs.replace(so_far, is_explained=True, draws=draws))
+
+
+def instrument(
+    task: AnalysisTask,
+    target: Target,
+    send: Send,
+    mode: Mode,
+    *,
+    emulation: Emulation,
+    outputs: list[Tensor] | None = None,
+    keep: Callable[[Any], None] = lambda _output: None,
+) -> Instrumented:
+    """The instrumented part, in eager mode; it must give ``outputs`` if nothing is rescued."""
+    allowed = allowance(task, target.model)
+    if allowed.errors is None:
+        return Instrumented.not_run(allowed.note or "")
+    budget = task.budget_error and allowed.errors == "both"
+    fp32_outputs = probe = None
+    if budget:
+        saved = Fp32Outputs.load(task.files)
+        probe = saved.probe
+        fp32_outputs = probe.tensors if probe else saved.outputs[0]
+    options = Options(
+        errors=allowed.errors,
+        wide=torch.float64 if task.reference == "fp64" else torch.float32,
+        emulation=emulation,
+        breadcrumb=Breadcrumb(task.files.breadcrumb),
+        on_gap=lambda gap: send(GapFound(gap)),
+        on_op_calls=lambda op_calls: send(OpCallsFound(op_calls)),
+        on_output=keep,
+        seed=task.seed,
+        changes_parameters=task.changes_parameters,
+        budget=budget,
+        budget_limit=allowed.tape,
+        autocast=task.uses_autocast,
+        fp32_outputs=fp32_outputs,
+        probe=probe,
+    )
+    if emulation.measure_once and task.fp32_setup > COLD * task.op_limit and not task.is_reference:
+        # What a first call imports must not count against the time limit of an op.
+        with prepared_for(in_fp32(task), target) as ready, contextlib.suppress(Exception):
+            run_once(in_eager_mode(ready, target), target.args, target.kwargs, task.seed)
+    fp32 = fp32_state(target.model)
+    with mode.explained(task, target, options) as (ready, options), kernels_of(task):
+        instrumented = run_instrumented(ready, target.args, target.kwargs, fp32, options, outputs)
+    if mode.is_forward and not task.is_reference:
+        with kernels_of(task):
+            trials = tried_ranges(task, target, instrumented)
+        instrumented = msgspec.structs.replace(instrumented, range_trials=trials)
+    if allowed.note is not None:
+        instrumented = msgspec.structs.replace(instrumented, notes=(*instrumented.notes, allowed.note))
+    return instrumented

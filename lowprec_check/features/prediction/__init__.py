@@ -1,0 +1,1 @@
+"""A process that stands in for a device that is not here."""

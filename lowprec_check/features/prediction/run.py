@@ -1,0 +1,84 @@
+"""The mode of a scan for a device that is not here: its kernels are emulated on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lowprec_check.catalog.names import why_not_covered
+from lowprec_check.engine.core.compiled import compiled_code_in_eager
+from lowprec_check.engine.machine import Machine
+from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.run.hooks import Feature
+from lowprec_check.engine.run.messages import Reporter, Send
+from lowprec_check.engine.run.mode import Mode
+from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.engine.stand_in.stand_in_process import assumed_ops, become_stand_in, known_ops, standing_in
+from lowprec_check.errors import UsageError
+from lowprec_check.schema.measures import PredictedDevice
+from lowprec_check.schema.op_calls import FALLBACK_WARNING
+from lowprec_check.schema.options import ScanOptions
+from lowprec_check.schema.precisions import Precision
+
+
+@dataclass(frozen=True)
+class StandIn(Mode):
+    """The worker stands in for ``device``: its ops are right, their times mean nothing."""
+
+    device: PredictedDevice
+    name = "predicted"
+    evidence = "predicted"
+    has_times = False
+    has_backends = False
+
+    def refuse(self, options: ScanOptions) -> None:
+        """Training and times need the device."""
+        if options.train:
+            raise UsageError(
+                f"Training is not predicted: {self.device.name} is not here.",
+                "Run it on the device, or with --device cpu.",
+            )
+        if options.scenario is not None:
+            raise UsageError("A prediction has no times, so no scenario.", "Leave out --scenario.")
+
+    def why_skipped(self, precision: Precision, device: str) -> str | None:
+        """What the catalog does not cover; torch disables the autocast of a device not here."""
+        problem = why_not_covered(precision) if precision.kind in ("cast", "autocast") else None
+        return problem and f"nothing can be predicted: {problem}"
+
+    def shown_device(self, device: str) -> str:
+        """The predicted one."""
+        return self.device.name
+
+    def begin(self, target: Target, send: Send) -> None:
+        """Become the stand-in; the process can do nothing else afterwards."""
+        become_stand_in(self.device)
+        warnings.filterwarnings("ignore", message=FALLBACK_WARNING)  # the plain part has filters of its own
+
+    @contextlib.contextmanager
+    def kernels(self) -> Iterator[None]:
+        """Those of the device; a compiler would trace the emulation."""
+        with compiled_code_in_eager(), standing_in(self.device):
+            yield
+
+    def finish(self, report: Reporter) -> None:
+        """Add the ops in 16 bits that ran, in the catalog and not."""
+        # Without those of the instruments; all if those of the model are not known.
+        called = set(report.run.op_calls.op)
+        known, assumed = ([op for op in ops if op in called or not called] for ops in (known_ops(), assumed_ops()))
+        report.add(known_ops=known, assumed_ops=assumed)
+
+
+class Prediction(Feature):
+    """Scans for a device that is not here."""
+
+    def mode(self, source: TargetSource, options: ScanOptions, machine: Machine | None) -> Mode | None:
+        """If the machine is not the device."""
+        if machine is None or machine.predicted is None:
+            return None
+        return StandIn(machine.predicted)
+
+
+PREDICTION = Prediction()

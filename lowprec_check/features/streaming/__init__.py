@@ -1,0 +1,1 @@
+"""Weights that stay in their files and are read when they are used."""

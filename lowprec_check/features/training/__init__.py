@@ -1,0 +1,1 @@
+"""Training: forward, loss, backward and optimizer, in each way to update the weights."""

@@ -1,0 +1,169 @@
+"""The mode of a scan of training: a run is some steps, judged against fp32 from other seeds."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+from collections.abc import Iterator
+
+import msgspec
+
+from lowprec_check.engine.core.compiled import compiled_frames
+from lowprec_check.engine.core.installation import extension_problem
+from lowprec_check.engine.machine import Machine
+from lowprec_check.engine.model.prepared import Prepared
+from lowprec_check.engine.model.run_so_far import RunSoFar
+from lowprec_check.engine.model.snapshot import Snapshot
+from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.run.hooks import Feature
+from lowprec_check.engine.run.messages import Receive, Reporter, Send, Started, faults_sent
+from lowprec_check.engine.run.mode import Mode
+from lowprec_check.engine.run.plain_part import Called
+from lowprec_check.engine.run.preparation import kernels_of
+from lowprec_check.engine.run.target_runs import TargetRuns
+from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.engine.run.tasks import ModelTask, RunTask
+from lowprec_check.engine.trace.instrument import Options
+from lowprec_check.engine.train.steps import TrainingStep, batches_of, with_step
+from lowprec_check.errors import UsageError
+from lowprec_check.features.training.training_part import TrainingPart, with_draws_of
+from lowprec_check.features.training.training_reference import ReferenceTraining, TrainingReference, in_training
+from lowprec_check.schema.options import ScanOptions
+from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.schema.run_key import CONTIGUOUS
+from lowprec_check.schema.scan_result import Run
+from lowprec_check.schema.ways_to_train import WAYS, WayToTrain, ways_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Training(Mode):
+    """A run is some steps of training."""
+
+    steps: int
+    way: WayToTrain | None = None
+    """The way whose step is explained op by op; ``None``: the first of the precision."""
+    name = "trained"
+    doing = "training"
+    is_forward = False
+    takes_turns = False
+    changes_parameters = True
+    has_backends = False
+
+    def load(self) -> None:
+        """Optimizers import it, which takes a second in each fork."""
+        importlib.import_module("torch._dynamo")
+
+    def check_reference(self, so_far: RunSoFar) -> None:
+        """A loss or weights that are not finite."""
+        if so_far.run.status == "nonfinite":
+            raise UsageError(
+                f"Training in fp32 gives NaN or Inf in step {so_far.run.calls}, in the loss or the weights.",
+                "Fix it in fp32 first: check the loss, or lower the learning rate in `optimizer`.",
+            )
+
+    @contextlib.contextmanager
+    def ready(self, task: ModelTask, target: Target, snapshot: Snapshot | None = None) -> Iterator[Prepared]:
+        """A training step of the first way."""
+        with in_training(task, target, snapshot) as ready:
+            yield with_step(ready, TrainingStep(target, ready, ways_of(ready.precision, self.steps)[0]))
+
+    def plain(self, task: RunTask, target: Target, report: Reporter) -> Called:
+        """Train in each way; the first gives the run its status."""
+        reference = None
+        if not task.saves_reference:
+            reference = TrainingReference.load(task.files)
+        if reference is not None and reference.draws:
+            with report.faults_of("comparing with the same random numbers"), kernels_of(task):
+                reference = with_draws_of(task, target, reference, report.send)
+        frames, batches = compiled_frames(), batches_of(target, self.steps)
+        with in_training(task, target) as ready, kernels_of(task):
+            part: ReferenceTraining | TrainingPart
+            if reference is None:
+                part = ReferenceTraining(task, target, ready, report, batches, self.steps)
+            else:
+                part = TrainingPart(task, target, ready, report, batches, self.steps, reference)
+            part.run()
+            report.send(Started(seconds=task.measure_budget))
+            with report.faults_of("measuring"):
+                part.measure(memory=task.measured)
+            with report.faults_of("comparing the ways to train"):
+                part.compare_ways()
+        outputs = part.outputs if compiled_frames() == frames else None  # compiled code rounds differently
+        return Called(part.too_slow, outputs, mode=dataclasses.replace(self, way=part.explained))
+
+    @contextlib.contextmanager
+    def explained(self, task: ModelTask, target: Target, options: Options) -> Iterator[tuple[Prepared, Options]]:
+        """A training step."""
+        way = self.way or ways_of(PRECISIONS.get(task.precision), self.steps)[0]
+        with in_training(task, target) as ready:
+            step = TrainingStep(target, ready, way, target.model)
+            yield with_step(ready, step), options._replace(step=step)
+
+
+EXTENSION_SECONDS = 120.0
+"""Time to import Intel's extension, and for each step with it, if the budget is less."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExtensionTask(ModelTask):
+    """Train in the ways of Intel's extension, which changes the process for good."""
+
+    changes_process = True
+    steps: int
+    so_far: RunSoFar
+    """The run, to which they are added."""
+
+    @property
+    def part_budget(self) -> float:
+        """Importing the extension takes long."""
+        return max(self.call_budget, EXTENSION_SECONDS)
+
+    @property
+    def progress(self) -> tuple[str, str]:
+        """The run, and what is tried."""
+        return self.key.label, "training with Intel's extension"
+
+    def do(self, target: Target, send: Send, receive: Receive) -> None:
+        """Send how the model trains in each of these ways."""
+        with faults_sent("training with Intel's extension", send), in_training(self, target) as ready:
+            reference, report = TrainingReference.load(self.files), Reporter(self.so_far, send)
+            batches = batches_of(target, self.steps)
+            TrainingPart(self, target, ready, report, batches, self.steps, reference).compare_extension()
+
+
+class TrainingFeature(Feature):
+    """Scans of training."""
+
+    def mode(self, source: TargetSource, options: ScanOptions, machine: Machine | None) -> Mode | None:
+        """If it is asked for."""
+        return Training(options.training_steps) if options.train else None
+
+    def after_run(self, runs: TargetRuns, task: RunTask, run: Run) -> Run:
+        """``run`` with the ways of Intel's extension, if it fits; notes say what failed."""
+        # They are tried for autocast to bf16 on the CPU, in a worker: the extension changes its
+        # process for good. ``ipex.optimize`` takes weights in fp32 only, and would cast those of
+        # modules that are kept in fp32.
+        precision = PRECISIONS.get(task.precision)
+        fits = any(way.trial == "own process" and way.suits(precision) for way in WAYS)
+        here = task.device == "cpu" and runs.isolation != "none"
+        plain = not task.keep_fp32 and task.memory_format == CONTIGUOUS
+        trained = run.training is not None and run.status in ("ok", "inaccurate", "nonfinite")
+        can_be_tried = trained and not task.is_reference and fits and here and plain
+        if not can_be_tried or run.training is None or not isinstance(task.mode, Training):
+            return run
+        if extension_problem() is not None:
+            return run
+        extension = task.as_task(ExtensionTask, so_far=task.begun(), steps=task.mode.steps)
+        outcome = runs.launcher.execute(extension)
+        ways = [*run.training.ways]
+        if outcome.so_far is not None and outcome.so_far.run.training is not None:
+            ways += outcome.so_far.run.training.ways
+        notes = [*run.notes, *outcome.faults]
+        why = outcome.why_incomplete(extension.part_budget)
+        if why:
+            notes.append(f"not all ways of Intel's extension were tried: {why}")
+        return msgspec.structs.replace(run, training=msgspec.structs.replace(run.training, ways=ways), notes=notes)
+
+
+TRAINING = TrainingFeature()
