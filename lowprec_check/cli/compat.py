@@ -13,7 +13,7 @@ from lowprec_check.cli.options import Backends, Budget, Devices, Precisions, Qui
 from lowprec_check.errors import Terminated, UsageError
 from lowprec_check.schema.axes import BACKENDS
 from lowprec_check.schema.precisions import PRECISIONS
-from lowprec_check.schema.statements import counted, some
+from lowprec_check.schema.statements import counted, fill, some
 
 if TYPE_CHECKING:
     from lowprec_check.schema.matrix import MatrixRow
@@ -67,6 +67,8 @@ def compat(
     from lowprec_check.compat.runner import scan_all
     from lowprec_check.compat.scan_process import Request, expand_requests, read_list
     from lowprec_check.report.foreign_text import visible
+    from lowprec_check.report.matrix import status_of
+    from lowprec_check.schema.verdict import look
 
     requests = list(map(Request, targets or []))
     if from_file:
@@ -81,8 +83,13 @@ def compat(
         def on_row(done: int, of: int, row: MatrixRow, result: ScanResult | None) -> None:
             scanned.append(row)
             folder.model(row, result)
-            if not quiet:
-                print_status(f"[{done}/{of}] {_line(row)}")
+            if quiet:
+                return
+            outcome = f"failed: {row.reason}"
+            if row.state != "failed":
+                outcome = ", ".join(f"{cell.precision} {look(status_of(cell)).word}" for cell in row.cells)
+            line = f"{row.target}{fill(' on {}', row.device)} · {row.seconds:.0f} s · {outcome}"
+            print_status(f"[{done}/{of}] {visible(line)}")
 
         try:
             matrix = scan_all(requests, output, jobs=jobs, engine=engine, timeout=timeout, on_row=on_row)
@@ -122,17 +129,3 @@ def _options(
     if budget is not None:
         named += ["--budget", f"{budget:g}"]
     return (*named, *words)
-
-
-def _line(row: MatrixRow) -> str:
-    from lowprec_check.report.foreign_text import visible
-    from lowprec_check.report.matrix import status_of
-    from lowprec_check.schema.verdict import look
-
-    name = row.target
-    if row.device:
-        name += f" on {row.device}"
-    if row.state == "failed":
-        return visible(f"{name} · {row.seconds:.0f} s · failed: {row.reason}")
-    statuses = ", ".join(f"{cell.precision} {look(status_of(cell)).word}" for cell in row.cells)
-    return visible(f"{name} · {row.seconds:.0f} s · {statuses}")

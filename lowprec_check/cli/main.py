@@ -86,28 +86,21 @@ def _report(error: BaseException) -> int:
         raise error
     if isinstance(error, ProcessLostError):
         print_status(f"error: {error}")
-    else:
-        print_status(_bug_report(error))
-    return TOOL_FAILED
-
-
-def _bug_report(error: Exception) -> str:
-    """What to print of a bug: one line, and the file with its traceback."""
+        return TOOL_FAILED
+    # A bug: the innermost line of this package, since what it calls is seldom at fault, and a file.
     text = traceback_of(error)
-    # The innermost line of this package: what it calls is seldom at fault.
     places = re.findall(r'File ".*?(lowprec_check[/\\][^"]+)", line (\d+)', text)
-    where = ""
-    if places:
-        where = f" at {places[-1][0]}:{places[-1][1]}"
-    failure = f"lowprec-check failed{where}: {first_line(text.rstrip().splitlines()[-1])[:LONGEST_MESSAGE]}"
+    where = "".join(f" at {file}:{line}" for file, line in places[-1:])
+    print_status(f"lowprec-check failed{where}: {first_line(text.rstrip().splitlines()[-1])[:LONGEST_MESSAGE]}")
     try:
         with tempfile.NamedTemporaryFile(
             "w", encoding="utf-8", prefix="lowprec-check-", suffix=".txt", delete=False
-        ) as file:
-            file.write(text)
+        ) as saved:
+            saved.write(text)
+        print_status(f"Please report this bug with the traceback in {saved.name}")
     except OSError as problem:
-        return f"{failure}\nPlease report this bug. Its traceback could not be saved: {problem.strerror}."
-    return f"{failure}\nPlease report this bug with the traceback in {file.name}"
+        print_status(f"Please report this bug. Its traceback could not be saved: {problem.strerror}.")
+    return TOOL_FAILED
 
 
 # -- Signals

@@ -22,9 +22,9 @@ class Progress:
 
     def __init__(
         self,
-        show: Callable[[str], None] | None = None,
-        show_rows: Callable[[ScanResult], None] | None = None,
-        keep: Callable[[str], None] | None = None,
+        show: Callable[[str], None] = lambda _: None,
+        show_rows: Callable[[ScanResult], None] = lambda _: None,
+        keep: Callable[[str], None] = lambda _: None,
     ) -> None:
         """``show`` prints a line, ``show_rows`` the rows so far, ``keep`` a line that stays;
         without them, nothing is shown.
@@ -40,9 +40,8 @@ class Progress:
         from lowprec_check.engine.run.target_spec import NOTICE
 
         if run == NOTICE:
-            if self._keep is not None:
-                self._keep(doing)
-        elif self._show is not None:
+            self._keep(doing)
+        else:
             self._show(self.line(run, doing, system.monotonic() - self._started))
 
     def done(self, result: ScanResult) -> None:
@@ -51,8 +50,7 @@ class Progress:
 
         self._done, self._total = len(result.runs), len(wanted_runs(result))
         self._done_after.append(system.monotonic() - self._started)
-        if self._show_rows is not None:
-            self._show_rows(result)
+        self._show_rows(result)
 
     def line(self, run: str, doing: str, elapsed: float) -> str:
         """``run 3 of 5 · half · plain run · 0:14, about 0:20 left``; seconds ``elapsed``."""

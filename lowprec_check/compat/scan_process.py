@@ -21,7 +21,6 @@ from lowprec_check.process import system
 from lowprec_check.process.command_worker import CommandWorker
 from lowprec_check.process.interpreter import module_command
 from lowprec_check.process.supervisor import StateEvent, Supervisor, describe_exit
-from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.matrix import MatrixCell, MatrixRow
 from lowprec_check.schema.scan_result import ScanResult
 
@@ -141,6 +140,16 @@ def row_of(result: ScanResult, request: Request, seconds: float, made_with: dict
             codes=sorted({finding.code for finding in result.diagnostics if finding.is_about(run)}),
         )
         cells.append(cell)
+    # ``half``; ``fp32 (half saves 50 % of the memory)`` where fp32 is better in other ways
+    advice, recommended = result.recommendation, None
+    if advice is not None:
+        recommended = advice.label + way_text(advice.way)
+        if advice.keep_fp32:
+            recommended += f" + {len(advice.keep_fp32)} in fp32"
+        if advice.stay_in_fp32:
+            recommended = f"fp32 ({recommended}: {advice.gain})" if advice.gain else "fp32"
+        elif advice.evidence != "measured":
+            recommended += f" ({advice.evidence})"
     about = {**result.environment, "torch": result.torch or None}
     return _row(
         request,
@@ -154,20 +163,8 @@ def row_of(result: ScanResult, request: Request, seconds: float, made_with: dict
         inputs=result.model.inputs,
         environment={key: str(about[key]) for key in _ENVIRONMENT if about.get(key) is not None},
         cells=cells,
-        recommended=_advice(result.recommendation),
+        recommended=recommended,
     )
-
-
-def _advice(advice: Recommendation | None) -> str | None:
-    """``half``; ``fp32 (half saves 50 % of the memory)`` where fp32 is better in other ways."""
-    if advice is None:
-        return None
-    name = advice.label + way_text(advice.way)
-    if advice.keep_fp32:
-        name += f" + {len(advice.keep_fp32)} in fp32"
-    if advice.stay_in_fp32:
-        return f"fp32 ({name}: {advice.gain})" if advice.gain else "fp32"
-    return name if advice.evidence == "measured" else f"{name} ({advice.evidence})"
 
 
 def failed_row(request: Request, reason: str, seconds: float, made_with: dict[str, str]) -> MatrixRow:

@@ -39,7 +39,7 @@ def answers_document(answers: Sequence[OpAnswer]) -> Document:
     for answer in answers[:_SHOWN_OPS]:
         here = [cell for cell in answer.cells if cell.torch == answer.installed and not cell.extension]
         others = [cell for cell in answer.cells if cell not in here]
-        blocks.append(Heading(" · ".join(filter(None, _head(answer, is_here=bool(here))))))
+        blocks.append(Heading(" · ".join(_head(answer, is_here=bool(here)))))
         if answer.note:
             blocks.append(Say(answer.note, "warn", "note"))
         if here:
@@ -98,15 +98,12 @@ def _head(answer: OpAnswer, *, is_here: bool) -> Iterator[str]:
     if answer.installed == "":
         yield "torch is not installed"
     elif answer.installed:
-        newest = max((version_key(cell.torch) for cell in answer.cells), default=())
-        is_newer = version_key(answer.installed) > newest
-        devices = list(dict.fromkeys(cell.device for cell in answer.cells))
-        of_device = ""
-        if len(devices) == 1:
-            of_device = f" of {devices[0]}"
         missing = ""
         if not is_here:
-            missing = f" is {'newer than' if is_newer else 'not in'} the catalog{of_device}"
+            newest = max((version_key(cell.torch) for cell in answer.cells), default=())
+            relation = "newer than" if version_key(answer.installed) > newest else "not in"
+            devices = {cell.device for cell in answer.cells}
+            missing = f" is {relation} the catalog{fill(' of {}', len(devices) == 1 and devices.pop())}"
         yield f"torch {answer.installed} (installed){missing}"
     yield f"dispatches {some(answer.aten, 4)}"
 

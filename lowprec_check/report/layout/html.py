@@ -6,7 +6,7 @@ import base64
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -119,7 +119,15 @@ class _Page:
 
     def _block(self, block: Block) -> Markup:
         if isinstance(block, Heading):
-            return self._heading(block)
+            text = visible(block.text)
+            if block.level > 2:
+                return Markup("<h{0}>{1}</h{0}>\n").format(min(block.level, 6), text)
+            # two headings of a page may have one text
+            anchor = re.sub(r"\W+", "-", block.anchor or block.text.lower()).strip("-") or "section"
+            while any(anchor == taken for taken, _ in self.links):
+                anchor += "-"
+            self.links.append((anchor, text))
+            return Markup('<h2 id="{}">{}</h2>\n').format(anchor, text)
         if isinstance(block, Say):
             return self._say(block)
         if isinstance(block, Table):
@@ -137,16 +145,6 @@ class _Page:
         if drawn:
             return _FIGURE.format(Markup(drawn), visible(block.name, 1000))
         return Markup()
-
-    def _heading(self, block: Heading) -> Markup:
-        if block.level > 2:
-            return Markup("<h{0}>{1}</h{0}>\n").format(min(block.level, 6), visible(block.text))
-        # two headings of a page may have one text
-        anchor = re.sub(r"\W+", "-", block.anchor or block.text.lower()).strip("-") or "section"
-        while any(anchor == taken for taken, _ in self.links):
-            anchor += "-"
-        self.links.append((anchor, visible(block.text)))
-        return Markup('<h2 id="{}">{}</h2>\n').format(anchor, visible(block.text))
 
     def _say(self, block: Say) -> Markup:
         text = _text(visible(block.text, 4000))
@@ -181,6 +179,25 @@ class _Page:
                 hint = Markup(' title="{}"').format(column.meaning)
                 meanings.setdefault(column.meaning, []).append(name)
             heads.append(Markup('<th scope="col"{}{}>{}</th>').format(align, hint, name))
+        rows, is_tree = list[Markup](), any(row.depth for row in block.rows)
+        for row in block.rows:
+            attributes = Markup()
+            if row.module is not None:
+                attributes += Markup(' data-m="{}"').format(visible(row.module))
+            if is_tree:
+                attributes += Markup(' data-d="{0}" style="--d:{0}"').format(row.depth)
+            if row.tag == "recommended":
+                attributes += Markup(' class="chosen"')
+            # a row without figures heads those below it
+            is_head = is_tree and not row.depth and len(row.cells) > 2
+            if is_head and all(value is None for value in row.cells[1:]):
+                text = cell_text(row.cells[0], block.columns[0].type)
+                rows.append(_GROUP.format(attributes, len(row.cells), text))
+                continue
+            cells = Markup().join(_cell(row, index, block, cards) for index in range(len(row.cells)))
+            rows.append(Markup("<tr{}>{}</tr>\n").format(attributes, cells))
+            if row.below:
+                rows.append(_BELOW.format(len(row.cells), self.blocks(row.below)))
         legend = Markup().join(_PAIR.format(", ".join(names), meaning) for meaning, names in meanings.items())
         more = f"{block.left_out:,} of {len(block.rows) + block.left_out:,} rows are not shown; the saved JSON has all."
         is_tall = block.searchable and len(block.rows) > _CARDS
@@ -191,31 +208,10 @@ class _Page:
             " ".join(name for name, applies in classes.items() if applies),
             visible(block.name),
             Markup().join(heads),
-            Markup().join(self._rows(block, cards)),
+            Markup().join(rows),
             Markup('<p class="hint">{}</p>\n').format(more) if block.left_out else "",
             _LEGEND.format(legend) if meanings else "",
         )
-
-    def _rows(self, block: Table, cards: bool) -> Iterator[Markup]:
-        is_tree = any(row.depth for row in block.rows)
-        for row in block.rows:
-            attributes = Markup()
-            if row.module is not None:
-                attributes += Markup(' data-m="{}"').format(visible(row.module))
-            if is_tree:
-                attributes += Markup(' data-d="{0}" style="--d:{0}"').format(row.depth)
-            if row.tag == "recommended":
-                attributes += Markup(' class="chosen"')
-            # a row without figures heads those below it
-            is_head = is_tree and not row.depth and len(row.cells) > 2  # of the rows below it
-            if is_head and all(value is None for value in row.cells[1:]):
-                text = cell_text(row.cells[0], block.columns[0].type)
-                yield _GROUP.format(attributes, len(row.cells), text)
-                continue
-            cells = Markup().join(_cell(row, index, block, cards) for index in range(len(row.cells)))
-            yield Markup("<tr{}>{}</tr>\n").format(attributes, cells)
-            if row.below:
-                yield _BELOW.format(len(row.cells), self.blocks(row.below))
 
 
 _HEAD = Markup('<div class="head">{}</div><div class="verdict {}">{}</div>{}\n')
