@@ -14,7 +14,7 @@ from lowprec_check.analysis.training_status import first_way
 from lowprec_check.report.blocks import Chart, SpeedOf, ratio_text, speed_text
 from lowprec_check.report.foreign_text import visible
 from lowprec_check.schema.op_calls import OpCall
-from lowprec_check.schema.precisions import LOW_FORMATS, FloatFormat
+from lowprec_check.schema.precisions import LOW_FORMATS
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import error_figure, limit_figure, module_name, short_op
 from lowprec_check.schema.verdict import look
@@ -211,50 +211,50 @@ def error_along(run: Run) -> Chart | None:
     if len(errors) < 3:
         return None
     name = f"{visible(label(run))}: error of each op call, in their order; a tooltip names the op"
-    return Chart(name, lambda: _svg(name, _along(run, rows, errors)), detail="all")
 
+    def parts() -> Iterator[Markup]:
+        limit = run.tolerance
+        ends = [*errors, *filter(None, [limit])]
+        x = _Axis(1, len(rows), _LEFT + 6, _RIGHT - 6, log=False)
+        y = _Axis(max(min(ends), max(ends) * 1e-9) / 1.5, max(ends) * 2, _BOTTOM, _TOP, log=True)
+        drawn = list(worst_of_segments(rows, MOST_POINTS))
+        yield from _frame(x, y, [(step, f"{step:g}") for step in x.steps() if step >= 1], "relative error", "op call")
+        if limit:
+            yield _line(_LEFT, y(limit), _RIGHT, y(limit), "bad", stroke_dasharray="6 4")
+            yield _text(_RIGHT, y(limit) - 5, f"tolerance {limit_figure(limit)}", "end", "bad")
+        # one path for all dots, each a line of no length with round ends, keeps the page small
+        local = ((x(at), y(row.local_error)) for at, row in drawn if row.local_error)
+        dots = "".join(f"M{px:g} {py:g}h0" for px, py in local)
+        yield _tag("path", d=dots, stroke="var(--s2)", stroke_width=3, stroke_linecap="round", stroke_opacity=0.55)
+        line = [
+            (x(at), y(row.accumulated_error)) if row.accumulated_error else None
+            for at, row in drawn
+            if row.accumulated_error or row.gives_nonfinite
+        ]
+        yield _path(line, "s1", stroke_width=1.8)
+        for at, row in drawn:
+            if row.gives_nonfinite:
+                yield _text(x(at), _TOP + 10, "✕", color="bad")
+            elif row.outcome == "rescued":
+                yield _text(x(at), _BOTTOM - 4, "▲", color="warn")
+        # transparent strips over the whole height carry the tooltips
+        width = round((_RIGHT - _LEFT) / min(len(rows), MOST_TIPS), 1)
+        for at, row in worst_of_segments(rows, MOST_TIPS):
+            figures = ["Inf or NaN"] if row.gives_nonfinite else []
+            if row.accumulated_error is not None:
+                figures.append(f"accumulated {error_figure(row.accumulated_error)}")
+            if row.local_error is not None:
+                figures.append(f"local {error_figure(row.local_error)}")
+            place = ", ".join(filter(None, (module_name(row.module), row.source)))
+            tip = _tag("title", visible(f"{at}: {short_op(row.op)} · {place} · {', '.join(figures)}"))
+            size = {"width": width, "height": _BOTTOM - _TOP}
+            yield _tag("rect", tip, x=round(x(at) - width / 2, 1), y=_TOP, **size, fill="transparent")
+        yield _text(_LEFT + 4, 10, "— accumulated", "start", "s1")
+        yield _text(_LEFT + 100, 10, "• of the op itself", "start", "s2")
+        yield _text(_LEFT + 210, 10, "✕ Inf or NaN", "start", "bad")
+        yield _text(_LEFT + 300, 10, "▲ missing kernel", "start", "warn")
 
-def _along(run: Run, rows: Sequence[tuple[int, OpCall]], errors: Sequence[float]) -> Iterator[Markup]:
-    limit = run.tolerance
-    ends = [*errors, *filter(None, [limit])]
-    x = _Axis(1, len(rows), _LEFT + 6, _RIGHT - 6, log=False)
-    y = _Axis(max(min(ends), max(ends) * 1e-9) / 1.5, max(ends) * 2, _BOTTOM, _TOP, log=True)
-    drawn = list(worst_of_segments(rows, MOST_POINTS))
-    yield from _frame(x, y, [(step, f"{step:g}") for step in x.steps() if step >= 1], "relative error", "op call")
-    if limit:
-        yield _line(_LEFT, y(limit), _RIGHT, y(limit), "bad", stroke_dasharray="6 4")
-        yield _text(_RIGHT, y(limit) - 5, f"tolerance {limit_figure(limit)}", "end", "bad")
-    # one path for all dots, each a line of no length with round ends, keeps the page small
-    local = ((x(at), y(row.local_error)) for at, row in drawn if row.local_error)
-    dots = "".join(f"M{px:g} {py:g}h0" for px, py in local)
-    yield _tag("path", d=dots, stroke="var(--s2)", stroke_width=3, stroke_linecap="round", stroke_opacity=0.55)
-    line = [
-        (x(at), y(row.accumulated_error)) if row.accumulated_error else None
-        for at, row in drawn
-        if row.accumulated_error or row.gives_nonfinite
-    ]
-    yield _path(line, "s1", stroke_width=1.8)
-    for at, row in drawn:
-        if row.gives_nonfinite:
-            yield _text(x(at), _TOP + 10, "✕", color="bad")
-        elif row.outcome == "rescued":
-            yield _text(x(at), _BOTTOM - 4, "▲", color="warn")
-    # transparent strips over the whole height carry the tooltips
-    width = round((_RIGHT - _LEFT) / min(len(rows), MOST_TIPS), 1)
-    for at, row in worst_of_segments(rows, MOST_TIPS):
-        figures = ["Inf or NaN"] if row.gives_nonfinite else []
-        if row.accumulated_error is not None:
-            figures.append(f"accumulated {error_figure(row.accumulated_error)}")
-        if row.local_error is not None:
-            figures.append(f"local {error_figure(row.local_error)}")
-        place = ", ".join(filter(None, (module_name(row.module), row.source)))
-        tip = _tag("title", visible(f"{at}: {short_op(row.op)} · {place} · {', '.join(figures)}"))
-        size = {"width": width, "height": _BOTTOM - _TOP}
-        yield _tag("rect", tip, x=round(x(at) - width / 2, 1), y=_TOP, **size, fill="transparent")
-    yield _text(_LEFT + 4, 10, "— accumulated", "start", "s1")
-    yield _text(_LEFT + 100, 10, "• of the op itself", "start", "s2")
-    yield _text(_LEFT + 210, 10, "✕ Inf or NaN", "start", "bad")
-    yield _text(_LEFT + 300, 10, "▲ missing kernel", "start", "warn")
+    return Chart(name, lambda: _svg(name, parts()), detail="all")
 
 
 def worst_of_segments(rows: Sequence[tuple[int, OpCall]], most: int) -> Iterator[tuple[int, OpCall]]:
@@ -357,31 +357,31 @@ def magnitudes(run: Run) -> Chart | None:
         for exponent, count in enumerate(module.counts, module.lowest):
             counts[exponent] = counts.get(exponent, 0) + count
     # the smallest numbers of fp32 lie at 2**-149
-    in_range = {exponent: count for exponent, count in counts.items() if count and exponent > -160}
-    if not in_range or run.basis is None:
+    counts = {exponent: count for exponent, count in counts.items() if count and exponent > -160}
+    if not counts or run.basis is None:
         return None
     own = run.basis.format
     name = f"Magnitudes of fp32's values, and the range of {own.short}"
-    return Chart(name, lambda: _svg(name, _histogram(in_range, own)), detail="all")
 
+    def parts() -> Iterator[Markup]:
+        total, most = sum(counts.values()), max(counts.values())
+        low, high = min(-26, *counts) - 1, max(17, *counts) + 2
+        x, y = _Axis(low, high, _LEFT, _RIGHT, log=False), _Axis(0, most / total, _BOTTOM, _TOP + 40, log=False)
+        ticks = [(e * math.log2(10), f"1e{e:+d}") for e in range(-45, 40, 3) if low < e * math.log2(10) < high]
+        yield from _frame(x, y, ticks, "share of the values", "magnitude in fp32")
+        for exponent, count in sorted(counts.items()):
+            top = y(count / total)
+            outside = not -24 <= exponent < 16
+            tip = _tag("title", f"2^{exponent}: {count:,} of {total:,} sampled values")
+            size = {"width": round(x(exponent + 1) - x(exponent) - 0.5, 1), "height": round(_BOTTOM - top, 1)}
+            yield _tag("rect", tip, x=x(exponent), y=top, **size, fill=f"var(--{'bad-bar' if outside else 'bar'})")
+        # above the bars a line for each format: thick where it is precise, dashed for subnormals
+        for row, low_format in enumerate(dict.fromkeys((*LOW_FORMATS, own))):
+            height = _TOP + 6 + 18 * row
+            limits = (low_format.smallest_subnormal, low_format.smallest_normal, low_format.largest)
+            ends = [x(math.log2(value)) for value in limits]
+            yield _line(ends[0], height, ends[1], height, "dim", stroke_width=2, stroke_dasharray="2 3")
+            yield _line(ends[1], height, ends[2], height, "dim", stroke_width=5)
+            yield _text(ends[1] + 4, height + 13, f"{low_format.short}: full precision; dashed: subnormal", "start")
 
-def _histogram(counts: dict[int, int], own: FloatFormat) -> Iterator[Markup]:
-    total, most = sum(counts.values()), max(counts.values())
-    low, high = min(-26, *counts) - 1, max(17, *counts) + 2
-    x, y = _Axis(low, high, _LEFT, _RIGHT, log=False), _Axis(0, most / total, _BOTTOM, _TOP + 40, log=False)
-    ticks = [(e * math.log2(10), f"1e{e:+d}") for e in range(-45, 40, 3) if low < e * math.log2(10) < high]
-    yield from _frame(x, y, ticks, "share of the values", "magnitude in fp32")
-    for exponent, count in sorted(counts.items()):
-        top = y(count / total)
-        outside = not -24 <= exponent < 16
-        tip = _tag("title", f"2^{exponent}: {count:,} of {total:,} sampled values")
-        size = {"width": round(x(exponent + 1) - x(exponent) - 0.5, 1), "height": round(_BOTTOM - top, 1)}
-        yield _tag("rect", tip, x=x(exponent), y=top, **size, fill=f"var(--{'bad-bar' if outside else 'bar'})")
-    # above the bars a line for each format: thick where it is precise, dashed for subnormals
-    for row, low_format in enumerate(dict.fromkeys((*LOW_FORMATS, own))):
-        height = _TOP + 6 + 18 * row
-        limits = (low_format.smallest_subnormal, low_format.smallest_normal, low_format.largest)
-        ends = [x(math.log2(value)) for value in limits]
-        yield _line(ends[0], height, ends[1], height, "dim", stroke_width=2, stroke_dasharray="2 3")
-        yield _line(ends[1], height, ends[2], height, "dim", stroke_width=5)
-        yield _text(ends[1] + 4, height + 13, f"{low_format.short}: full precision; dashed: subnormal", "start")
+    return Chart(name, lambda: _svg(name, parts()), detail="all")

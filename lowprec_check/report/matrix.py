@@ -134,7 +134,20 @@ def _models(rows: list[MatrixRow], columns: list[str], name_of: Callable[[Matrix
     weights = {"unknown": None, "random": "random", "scaled": "scaled random", "loaded": "loaded"}
     shown = []
     for row in rows:
-        name, cells = name_of(row), {column_of(cell): _outcome(cell) for cell in row.cells}
+        # ``1.2e-03 · 1.8 × as fast``, or why there is no error; ``1.2e-03 · predicted``
+        name, cells = name_of(row), dict[str, StatusOf]()
+        for cell in row.cells:
+            status = status_of(cell)
+            parts = [why(cell) or look(status).word]
+            # an error says more than a status, unless further inputs decide
+            has_error = status in ("ok", "inaccurate") and status == cell.status
+            if has_error:
+                parts = [cell.error or error_figure(cell.rel_l2)]
+            if has_error and cell.time:
+                parts.append(cell_text(speed_of(1 / cell.time), "speed"))
+            if cell.evidence != "measured":
+                parts.append(cell.evidence)
+            cells[column_of(cell)] = StatusOf(status, " · ".join(parts))
         model: str | Link = name
         if pages is not None:
             model = Link(name, f"models/{row.slug}{pages}")
@@ -145,20 +158,6 @@ def _models(rows: list[MatrixRow], columns: list[str], name_of: Callable[[Matrix
             advice = f"{advice} ({look('unjudged').word})"
         shown.append(Row([model, advice, weights[row.weights], row.parameters, *map(cells.get, columns)]))
     return Table(heads, shown, "models", searchable=True)
-
-
-def _outcome(cell: MatrixCell) -> StatusOf:
-    """``1.2e-03 · 1.8 × as fast``, or why there is no error; ``1.2e-03 · predicted``."""
-    status = status_of(cell)
-    parts = [why(cell) or look(status).word]
-    # an error says more than a status, unless further inputs decide
-    if status in ("ok", "inaccurate") and status == cell.status:
-        parts = [cell.error or error_figure(cell.rel_l2)]
-        if cell.time:
-            parts.append(cell_text(speed_of(1 / cell.time), "speed"))
-    if cell.evidence != "measured":
-        parts.append(cell.evidence)
-    return StatusOf(status, " · ".join(parts))
 
 
 def why(cell: MatrixCell) -> str | None:

@@ -118,7 +118,7 @@ _OTHERS = [name for name in _OPERATORS if name not in _MAIN]
 
 def operator_table(run: Run) -> Table | None:
     """A row per op, the worst first (no kernel, Inf or NaN, error); it unfolds its worst calls."""
-    calls_of = calls_by(run, "op")
+    calls_of, op_calls = calls_by(run, "op"), run.op_calls
     if not calls_of:
         return None
     columns = [
@@ -133,34 +133,28 @@ def operator_table(run: Run) -> Table | None:
         totals = (item[1].total(name) or 0.0 for name in ("introduced_nan", "share", "accumulated_error"))
         return (-item[1].without_kernel, *(-total for total in totals))
 
+    def rank_of_call(at: int) -> tuple[float, ...]:
+        lost = op_calls.introduced_inf[at] + op_calls.introduced_nan[at]
+        return (-lost, -(op_calls.share[at] or 0.0), -(op_calls.accumulated_error[at] or 0.0))
+
     # a run with many ops unfolds fewer calls of each, so that the page stays small
     most = max(3, min(MOST_CALLS, _ALL_CALLS // len(calls_of)))
+    shown = [name for name in _OPERATORS if QUANTITIES[name].of_call != ""]
+    of_calls = [Column("module", "module"), Column("line", "source"), Column("shape")]
+    of_calls += [Column(QUANTITIES[name].of_call or QUANTITIES[name].title, QUANTITIES[name].type) for name in shown]
     rows = []
     for op, calls in sorted(calls_of.items(), key=rank):
         figures = {name: calls.cell(name) for name in _OPERATORS} | {"accumulated_error": calls.worst_error()}
         main, others = ([figures[name] for name in names] for names in (_MAIN, _OTHERS))
         cells = [op, len(calls.positions), *main, calls.without_kernel or None, *others]
-        below = [_worst_calls(calls, most)] if calls.positions else ()
-        rows.append(Row(cells, below=below))
+        worst = []
+        for at in sorted(calls.positions, key=rank_of_call)[:most]:
+            place = (op_calls.module[at], op_calls.source[at], op_calls.shape[at])
+            worst.append(Row([*place, *map(Calls(run, [at]).cell, shown)], module=place[0]))
+        left_out = len(calls.positions) - len(worst)
+        below = Table(of_calls, worst, "the worst calls", left_out=left_out).with_content()
+        rows.append(Row(cells, below=[below] if worst else ()))
     return Table(columns, rows, f"operators of {label(run)}", searchable=True).with_content()
-
-
-def _worst_calls(calls: Calls, most: int) -> Table:
-    op_calls = calls.run.op_calls
-
-    def rank(at: int) -> tuple[float, ...]:
-        lost = op_calls.introduced_inf[at] + op_calls.introduced_nan[at]
-        return (-lost, -(op_calls.share[at] or 0.0), -(op_calls.accumulated_error[at] or 0.0))
-
-    columns = [Column("module", "module"), Column("line", "source"), Column("shape")]
-    names = [name for name in _OPERATORS if QUANTITIES[name].of_call != ""]
-    columns += [Column(QUANTITIES[name].of_call or QUANTITIES[name].title, QUANTITIES[name].type) for name in names]
-    rows = []
-    for at in sorted(calls.positions, key=rank)[:most]:
-        figures = map(Calls(calls.run, [at]).cell, names)
-        module = op_calls.module[at]
-        rows.append(Row([module, op_calls.source[at], op_calls.shape[at], *figures], module=module))
-    return Table(columns, rows, "the worst calls", left_out=len(calls.positions) - len(rows)).with_content()
 
 
 # -- The sections of a page

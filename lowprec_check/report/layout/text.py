@@ -151,17 +151,10 @@ def print_table(
     least: int = LEAST_TEXT,
 ) -> None:
     """Print a table: as one if it fits; else the sentence of a row below its figures; else each row
-    as a block.
+    as a block, headed by its first ``heading`` cells.
 
-    Args:
-        console: sets the width.
-        names: the head of each column.
-        rows: the cells, without markup.
-        right: names of the columns that are aligned on the right.
-        sentences: whether the last column may take several lines; it goes below its row if less
-            than ``least`` columns are left.
-        heading: number of columns that name a row, which head its block if the figures do not fit.
-        least: columns that a sentence gets beside its row.
+    The columns named in ``right`` are aligned there. With ``sentences`` the last column may take
+    several lines; it goes below its row if less than ``least`` columns are left.
     """
     cells = [[Text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
     # what the figures need, and what the sentence beside them would
