@@ -88,15 +88,15 @@ def _report(error: BaseException) -> int:
         print_status(f"error: {error}")
         return TOOL_FAILED
     # A bug: the innermost line of this package, since what it calls is seldom at fault, and a file.
-    text = traceback_of(error)
-    places = re.findall(r'File ".*?(lowprec_check[/\\][^"]+)", line (\d+)', text)
+    trace = traceback_of(error)
+    places = re.findall(r'File ".*?(lowprec_check[/\\][^"]+)", line (\d+)', trace)
     where = "".join(f" at {file}:{line}" for file, line in places[-1:])
-    print_status(f"lowprec-check failed{where}: {first_line(text.rstrip().splitlines()[-1])[:LONGEST_MESSAGE]}")
+    print_status(f"lowprec-check failed{where}: {first_line(trace.rstrip().splitlines()[-1])[:LONGEST_MESSAGE]}")
     try:
         with tempfile.NamedTemporaryFile(
             "w", encoding="utf-8", prefix="lowprec-check-", suffix=".txt", delete=False
         ) as saved:
-            saved.write(text)
+            saved.write(trace)
         print_status(f"Please report this bug with the traceback in {saved.name}")
     except OSError as problem:
         print_status(f"Please report this bug. Its traceback could not be saved: {problem.strerror}.")
