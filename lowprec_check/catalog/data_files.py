@@ -78,9 +78,9 @@ def read_tables(path: Path, name: str, kind: type[Entry]) -> list[Entry]:
         if named:
             where = f"{path}: entry {named[0]!r}"
         if unknown := [key for key in table if key not in known]:
-            meant, hint = nearest(unknown[0], known), f"The keys are {choices(known, 'and')}."
-            if meant:
-                hint = f"Did you mean {meant}? {hint}"
+            near, hint = nearest(unknown[0], known), f"The keys are {choices(known, 'and')}."
+            if near:
+                hint = f"Did you mean {near}? {hint}"
             raise UsageError(f"{where}: unknown key {unknown[0]!r}.", hint)
         missing = [field.encode_name for field in fields if field.required and field.encode_name not in table]
         if missing:

@@ -15,46 +15,40 @@ if TYPE_CHECKING:
 
 # -- Options, each with an ini key of the same name that is used if the option is not given
 
-# By name: the metavariable, the help, and what the help of the ini key adds.
+# What the help of an ini key adds to that of its option.
+_OF_INI = dict.fromkeys(("report", "baseline", "manifest"), ", relative to the ini file")
+_OF_INI["coverage"] = "; several are separated by spaces"
+
+# By name: the metavariable, and the help.
 _OPTIONS = {
     "coverage": (
         "NAME",
         "Record the operators of every test; at the end, list those that do not run in this precision: half, bfloat16, "
         "autocast-fp16 or autocast-bf16, or an alias such as fp16. Repeatable or comma-separated.",
-        "; several are separated by spaces",
     ),
     "device": (
         "DEVICE",
         "Device to look up for --lowprec-coverage, such as cuda; this machine does not need to have it. Default: cpu.",
-        "",
     ),
     "report": (
         "FILE",
         "Write the full coverage table to FILE; the suffix sets the format: .json, .md or .html. In a .json file that "
         "exists, tests that this run does not complete keep their operators.",
-        ", relative to the ini file",
     ),
     "format": (
         "FORMAT",
         "text, or github: also print a workflow command for each operator that does not run, which GitHub shows at the "
         "line that uses it. Default: text.",
-        "",
     ),
     "fail_on": (
         "WHEN",
         "With --lowprec-coverage, fail a run whose tests pass if operators do not run in the precision: gaps, any; "
         "new, those that are not in --lowprec-baseline; never. Default: never.",
-        "",
     ),
-    "baseline": (
-        "FILE",
-        "Coverage that --lowprec-report saved as .json: name the gaps that it does not have.",
-        ", relative to the ini file",
-    ),
+    "baseline": ("FILE", "Coverage that --lowprec-report saved as .json: name the gaps that it does not have."),
     "manifest": (
         "FILE",
         "TOML file of known failures: each test in it must fail with its exception, and is then reported as xfailed.",
-        ", relative to the ini file",
     ),
 }
 
@@ -62,11 +56,11 @@ _OPTIONS = {
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Define the options."""
     group = parser.getgroup("lowprec", "low precision (lowprec-check)")
-    for name, (metavar, text, of_ini) in _OPTIONS.items():
+    for name, (metavar, text) in _OPTIONS.items():
         option, several = f"--lowprec-{name.replace('_', '-')}", name == "coverage"
         group.addoption(option, metavar=metavar, help=text, action="append" if several else "store")
         kind: dict[str, Any] = {"type": "args", "default": []} if several else {"default": None}
-        parser.addini(f"lowprec_{name}", f"Same as {option}{of_ini}.", **kind)
+        parser.addini(f"lowprec_{name}", f"Same as {option}{_OF_INI.get(name, '')}.", **kind)
     group.addoption(
         "--lowprec-update-manifest",
         action="store_true",

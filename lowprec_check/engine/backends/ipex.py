@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -90,13 +91,10 @@ def _prepacking(precision: Precision) -> dict[str, Any]:
     return {"weights_prepack": False}
 
 
-def _prepacking_code(key: RunKey) -> str:
-    precision = PRECISIONS.get(key.precision)
-    return optimize_code(precision, **_prepacking(precision))
-
-
 class PrepackingBackend(ExtensionBackend):
     """A backend that prepacks weights where the processor has the instructions."""
+
+    successor = "inductor-freeze"
 
     def note(self, precision: Precision) -> str | None:
         """That weights are not prepacked, and why: one note for all backends."""
@@ -104,6 +102,11 @@ class PrepackingBackend(ExtensionBackend):
         if problem is None:
             return None
         return f"{problem}, as rows on ipex and ipex-jit have it here"
+
+    def code(self, key: RunKey, model: ModelInfo) -> Code:
+        """``ipex.optimize`` before the call."""
+        precision = PRECISIONS.get(key.precision)
+        return Code(imports=(IMPORT,), before=(f"model = {optimize_code(precision, **_prepacking(precision))}",))
 
 
 def _gives_dtype(precision: Precision) -> bool:
@@ -116,17 +119,12 @@ class Ipex(PrepackingBackend):
 
     name = "ipex"
     summary = "Intel's extension: ipex.optimize; torch 2.8 only"
-    successor = "inductor-freeze"
     setup_budget = 120.0
 
     def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
         """The optimized copy of the model."""
         called: Callable[..., Any] = optimized(model, example.precision, **_prepacking(example.precision))
         return called
-
-    def code(self, key: RunKey, model: ModelInfo) -> Code:
-        """``ipex.optimize`` before the call."""
-        return Code(imports=(IMPORT,), before=(f"model = {_prepacking_code(key)}",))
 
 
 class IpexCompile(ExtensionBackend):
@@ -155,7 +153,6 @@ class IpexJit(PrepackingBackend):
 
     name = "ipex-jit"
     summary = "ipex.optimize, then torch.jit.trace and freeze; torch 2.8 only"
-    successor = "inductor-freeze"
 
     def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
         """The frozen graph of the optimized copy of the model."""
@@ -163,8 +160,7 @@ class IpexJit(PrepackingBackend):
 
     def code(self, key: RunKey, model: ModelInfo) -> Code:
         """``ipex.optimize`` before the call, the trace inside its context."""
-        inside = frozen_trace_code(model, key)
-        return Code(imports=(IMPORT,), before=(f"model = {_prepacking_code(key)}",), inside=inside)
+        return dataclasses.replace(super().code(key, model), inside=frozen_trace_code(model, key))
 
 
 PLAIN, COMPILED, TRACED = Ipex(), IpexCompile(), IpexJit()

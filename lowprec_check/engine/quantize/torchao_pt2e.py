@@ -177,11 +177,12 @@ def quantized_layers(converted: GraphModule) -> list[Node]:
 
 def _source(layer: Node) -> Node | None:
     """The node whose output is quantized for ``layer``, if that is directly before it."""
-    node: Any = layer
-    for kind in ("dequantize_per_tensor", "quantize_per_tensor", ""):
-        node = next(iter(node.args), None)
-        if not isinstance(node, Node) or kind not in str(node.target):
+    node = layer
+    for kind in ("dequantize_per_tensor", "quantize_per_tensor", ""):  # the last may be any
+        before = next(iter(node.args), None)
+        if not isinstance(before, Node) or kind not in str(before.target):
             return None
+        node = before
     return node
 
 
