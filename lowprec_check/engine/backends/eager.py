@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from lowprec_check.schema.axes import Backend, Example
@@ -15,10 +14,9 @@ class Eager(Backend):
     name = EAGER
     summary = "the model as it is"
 
-    def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
+    def prepare(self, model: Any, example: Example) -> Any:
         """The model."""
-        called: Callable[..., Any] = model
-        return called
+        return model
 
 
 AS_IT_IS = Eager()

@@ -93,7 +93,7 @@ class GraphBackend(Backend):
             return f"{self.name} cannot run here: it needs {missing}"
         return None
 
-    def load(self, program: Any, precision: str) -> Callable[[list[Any]], Any]:
+    def load(self, program: Any, precision: str) -> Any:
         """Return what runs an ``ExportedProgram`` in the library's ``precision`` on arrays."""
         raise NotImplementedError
 
@@ -101,7 +101,7 @@ class GraphBackend(Backend):
         """The ops that :meth:`load` failed for (``aten.cholesky.default``), if any."""
         raise NotImplementedError
 
-    def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
+    def prepare(self, model: Any, example: Example) -> Any:
         """The model in the library; raises :class:`UnsupportedOpsError` for ops that are missing
         there, and :class:`UsageError` for what a graph would do differently.
         """
@@ -135,7 +135,7 @@ class GraphBackend(Backend):
                     raise
                 gaps = gaps_at(program, missing, "no-backend-kernel", f"{self.title} does not support this op")
                 raise UnsupportedOpsError(self.title, gaps) from error
-        called: Callable[..., Any] = called_by(run)
+        called = called_by(run)
         vars(called)["gaps"] = getattr(run, "gaps", [])
         return called
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 from lowprec_check.schema.axes import Backend, Code, Example
@@ -19,12 +18,11 @@ class Inductor(Backend):
     aliases: ClassVar[tuple[str, ...]] = ("compile", "torch-compile")
     setup_budget = 600.0
 
-    def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
+    def prepare(self, model: Any, example: Example) -> Any:
         """The compiled model."""
         import torch
 
-        compiled: Callable[..., Any] = torch.compile(model)
-        return compiled
+        return torch.compile(model)
 
     def code(self, key: RunKey, model: ModelInfo) -> Code:
         """One line."""
@@ -39,7 +37,7 @@ class FrozenInductor(Inductor):
     aliases = ("freezing",)
     changes_process = True
 
-    def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
+    def prepare(self, model: Any, example: Example) -> Any:
         """The compiled model; raises ``RuntimeError`` for one in training mode."""
         import torch._inductor.config
 

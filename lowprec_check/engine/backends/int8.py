@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 from lowprec_check.engine.quantize.library import (
@@ -58,7 +57,7 @@ class Int8(Quantizing):
             return f"int8 cannot run here: {missing()}"
         return None
 
-    def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
+    def prepare(self, model: Any, example: Example) -> Any:
         """The quantized model, calibrated on the inputs for that; the first call compiles it."""
         from lowprec_check.engine.quantize.library import quantize
 
@@ -94,13 +93,12 @@ class Int8Linear(Quantizing):
             return None
         return f"{self.name} cannot run here: {missing()}"
 
-    def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
+    def prepare(self, model: Any, example: Example) -> Any:
         """The quantized model, which its first call compiles."""
         from lowprec_check.engine.quantize.torchao_linear import quantize_linear
 
         calibration = example.calibration if self.calibrates else None
-        quantized: Callable[..., Any] = quantize_linear(model, self.config, calibration, freezes=self.freezes)
-        return quantized
+        return quantize_linear(model, self.config, calibration, freezes=self.freezes)
 
     def layer_errors(self, prepared: Any, model: Any, example: Example) -> list[LayerError]:
         """The error of each linear layer, on the calibration inputs."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 from lowprec_check.catalog.versions import installed_version
@@ -121,10 +120,9 @@ class Ipex(PrepackingBackend):
     summary = "Intel's extension: ipex.optimize; torch 2.8 only"
     setup_budget = 120.0
 
-    def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
+    def prepare(self, model: Any, example: Example) -> Any:
         """The optimized copy of the model."""
-        called: Callable[..., Any] = optimized(model, example.precision, **_prepacking(example.precision))
-        return called
+        return optimized(model, example.precision, **_prepacking(example.precision))
 
 
 class IpexCompile(ExtensionBackend):
@@ -134,13 +132,11 @@ class IpexCompile(ExtensionBackend):
     summary = 'ipex.optimize, then torch.compile(backend="ipex"); torch 2.8 only'
     successor = "inductor"
 
-    def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
+    def prepare(self, model: Any, example: Example) -> Any:
         """The compiled model, which is compiled in its first call."""
         import torch
 
-        copied = optimized(model, example.precision, weights_prepack=False)
-        compiled: Callable[..., Any] = torch.compile(copied, backend="ipex")
-        return compiled
+        return torch.compile(optimized(model, example.precision, weights_prepack=False), backend="ipex")
 
     def code(self, key: RunKey, model: ModelInfo) -> Code:
         """``ipex.optimize`` and ``torch.compile`` before the call."""
@@ -154,7 +150,7 @@ class IpexJit(PrepackingBackend):
     name = "ipex-jit"
     summary = "ipex.optimize, then torch.jit.trace and freeze; torch 2.8 only"
 
-    def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
+    def prepare(self, model: Any, example: Example) -> Any:
         """The frozen graph of the optimized copy of the model."""
         return frozen_trace(optimized(model, example.precision, **_prepacking(example.precision)), example)
 

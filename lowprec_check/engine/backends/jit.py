@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 from lowprec_check.schema.axes import Backend, Code, Example
@@ -24,7 +23,7 @@ class Jit(Backend):
     aliases = ("trace", "torchscript")
     setup_budget = 600.0
 
-    def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
+    def prepare(self, model: Any, example: Example) -> Any:
         """The frozen graph; raises what ``torch.jit`` raises, as in training mode."""
         return frozen_trace(model, example)
 
@@ -39,9 +38,8 @@ _WARM_UP_CALLS = 2
 """The first call profiles the graph, the second optimizes it: the last bits may differ."""
 
 
-def frozen_trace(model: Any, example: Example) -> Callable[..., Any]:
-    """``model``, an ``nn.Module`` in eval mode, as a frozen graph, after the calls that optimize
-    it.
+def frozen_trace(model: Any, example: Example) -> Any:
+    """An ``nn.Module`` in eval mode as a frozen graph, after the calls that optimize it.
 
     Without autocast's cache of weights: the graph would hold a cast weight of another call as an
     input. Raises what torch raises if the model cannot be traced.
@@ -61,7 +59,7 @@ def frozen_trace(model: Any, example: Example) -> Callable[..., Any]:
             bound = inspect.signature(model.forward).bind(*args, **kwargs)
             given = {"example_kwarg_inputs": dict(bound.arguments)}
         traced: Any = torch.jit.trace(model, **given, check_trace=False, strict=False)
-        frozen: Callable[..., Any] = torch.jit.freeze(traced)
+        frozen = torch.jit.freeze(traced)
         for _ in range(_WARM_UP_CALLS):
             frozen(*map_tensors(example.args, torch.clone), **map_tensors(example.kwargs, torch.clone))
     finally:

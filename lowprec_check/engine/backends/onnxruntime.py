@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ class OnnxRuntime(GraphBackend):
     functions = (in_onnxruntime,)
     loading = "in_onnxruntime(torch.onnx.export(program, dynamo=True, verbose=False))"
 
-    def load(self, program: Any, precision: str) -> Callable[[list[Any]], Any]:
+    def load(self, program: Any, precision: str) -> Any:
         """The session; of a model in fp16, with the ops that it computes in fp32 as ``gaps``."""
         import torch
 
@@ -49,8 +48,7 @@ class OnnxRuntime(GraphBackend):
         if precision == "fp16":
             message = "ONNX Runtime has no fp16 kernel on the CPU: it computes this op in fp32, between two casts"
             run.gaps = gaps_at(program, _ops_in_fp32(graph), "missing-kernel", message, "float16")
-        loaded: Callable[[list[Any]], Any] = run
-        return loaded
+        return run
 
     def missing_ops(self, error: Exception, program: Any) -> list[str]:
         """Ops without an ONNX function; a stand-in for each lets the exporter find the next."""

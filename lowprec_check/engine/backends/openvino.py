@@ -6,7 +6,6 @@ import functools
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from lowprec_check.engine.backends.exported import GraphBackend
@@ -46,10 +45,9 @@ class OpenVINO(GraphBackend):
             return reason
         return f"OpenVINO computes in fp32 on this CPU, which has no {precision.format.short} instructions"
 
-    def load(self, program: Any, precision: str) -> Callable[[list[Any]], Any]:
+    def load(self, program: Any, precision: str) -> Any:
         """The compiled graph."""
-        run: Callable[[list[Any]], Any] = in_openvino(program, precision)
-        return run
+        return in_openvino(program, precision)
 
     def missing_ops(self, error: Exception, program: Any) -> list[str]:
         """Those without a conversion."""
