@@ -238,9 +238,8 @@ class Release(TorchRelease):
             failing = failing or lacking.get("composite")
         if not failing and self._refused_everywhere(record, dtype, mode):
             message = "refuses the dtype, as on other devices"
-            return OpSupport(
-                "none", failure=Failure(cells=[cell], type="declared", kind="unsupported-dtype", message=message)
-            )
+            refusal = Failure(cells=[cell], type="declared", kind="unsupported-dtype", message=message)
+            return OpSupport("none", failure=refusal)
         at = failing or fallback
         if at is None:
             if any(self.ops[name].runs_in(dtype) for name in names):

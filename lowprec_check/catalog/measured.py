@@ -160,9 +160,8 @@ class Sweep(TorchRelease):
         slower = None
         if mode in MODES[:2] and (times := self.times.get(op)) is not None and dtype in times.slower:
             slower = times.slower[dtype][MODES.index(mode)]
-        return msgspec.structs.replace(
-            cell, passed=passed, samples=samples, error=record.error(dtype, mode), slower=slower
-        )
+        error = record.error(dtype, mode)
+        return msgspec.structs.replace(cell, passed=passed, samples=samples, error=error, slower=slower)
 
     def history(self) -> Sequence[Sweep]:
         """The sweeps of the device, with the same extension or none."""

@@ -116,9 +116,7 @@ def why_unmeasured(name: str) -> tuple[str, str] | None:
 AnyDtype: TypeAlias = "str | torch.dtype"
 AnyDevice: TypeAlias = "str | torch.device"
 
-_DTYPES: dict[str, Dtype] = {
-    spelling: dtype for dtype, described in FORMATS.items() for spelling in described.spellings
-}
+_DTYPES: dict[str, Dtype] = {spelling: dtype for dtype in FORMATS for spelling in FORMATS[dtype].spellings}
 _SPACES = {"linalg", "fft", "special", "masked", "sparse", "signal", "windows", "nn", "ops"}
 _PREFIX = re.compile(
     r"^(torch\.ops\.)?aten(::|\.)|^(torch\.)?(nn\.functional|nn\.init|nn|Tensor)\.|^(F|torch)\.(?!ops\.)", re.IGNORECASE

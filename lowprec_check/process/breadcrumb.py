@@ -31,9 +31,8 @@ def shared_file() -> int:
         with tempfile.TemporaryFile() as file:
             return os.dup(file.fileno())
     except OSError as error:
-        raise UsageError(
-            f"Cannot create a temporary file: {error.strerror or error}.", "Free some space, or set TMPDIR."
-        ) from None
+        problem = f"Cannot create a temporary file: {error.strerror or error}."
+        raise UsageError(problem, "Free some space, or set TMPDIR.") from None
 
 
 def clear_shared(descriptor: int) -> None:

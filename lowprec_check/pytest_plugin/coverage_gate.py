@@ -279,10 +279,8 @@ def _gate(config: pytest.Config, columns: list[CoverageColumn], report: Path | N
         baseline = load_baseline(path, device, [column.key for column in columns])
     except UsageError as error:
         raise wrong_option(config, "baseline", error) from None
-    replaces = report is not None and report.resolve() == path.resolve()
-    return CoverageGate(
-        fail_on, baseline, shown_path(config, path), saved=baseline if is_json else None, replaces=replaces
-    )
+    replaces, saved = report is not None and report.resolve() == path.resolve(), baseline if is_json else None
+    return CoverageGate(fail_on, baseline, shown_path(config, path), saved=saved, replaces=replaces)
 
 
 # -- What a run with coverage prints, and what it adds to GitHub's summary of the step

@@ -43,29 +43,24 @@ class SharedFixtures:
         self._of_fixtures: dict[str, Ops] = {}
         self._own: Ops = {}
 
-    def _assign(self, owner: str | None) -> None:
-        """Assign what was recorded until now to a fixture, or to the test."""
-        ops = self._take()
+    def _assign(self, owner: str | None = None) -> None:
+        """Assign what was recorded until now to a fixture (by default the one that is being set up,
+        if any), or to the test.
+        """
+        ops, owner = self._take(), owner or next(reversed(self._setting_up), None)
         if owner is None:
             merge(self._own, ops)
         elif ops:
             merge(self._of_fixtures.setdefault(owner, {}), ops)
 
-    @property
-    def _owner(self) -> str | None:
-        if self._setting_up:
-            return self._setting_up[-1]
-        return None
-
     def begin(self, fixture: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> set[Any]:
         """A fixture is about to be set up; returns what :meth:`end` needs."""
-        self._assign(self._owner)
+        self._assign()
         key = f"{self._prefix}{len(self._uses)}"
         active = _fixtures_of(request)
         # A fixture that overrides another and asks for it by the same name hides it from the test.
-        self._uses[key] = {
-            self._ids[other] for other in active if other in self._ids and other.argname == fixture.argname
-        }
+        hidden = (other for other in active if other.argname == fixture.argname)
+        self._uses[key] = {self._ids[other] for other in hidden if other in self._ids}
         self._ids[fixture] = key
         self._setting_up.append(key)
         self._set_up.add(key)
@@ -82,7 +77,7 @@ class SharedFixtures:
         """Any fixture was torn down: what was recorded since the last one was, is its."""
         if self._ids:
             key = self._ids.pop(fixture, None)
-            self._assign(key or self._owner)
+            self._assign(key)
             if key is not None:
                 self._torn_down.append(key)
 
@@ -99,7 +94,7 @@ class SharedFixtures:
 
     def take_all(self) -> tuple[Ops, dict[str, Ops], list[str]]:
         """Since the last report: the test's ops, fixtures' ops, and fixtures torn down."""
-        self._assign(self._owner)
+        self._assign()
         taken = self._own, self._of_fixtures, self._torn_down
         self._own, self._of_fixtures, self._torn_down = {}, {}, []
         self._set_up.clear()

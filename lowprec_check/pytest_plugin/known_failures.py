@@ -189,10 +189,9 @@ class KnownFailures:
                 if entry is not None:
                     about = f"The entry {entry.test} is for a test that fails itself: if it passes, remove the entry."
                     advice = f"Fix the teardown. {about}"
-                text = (
-                    f"An error in the teardown cannot be a known failure: {self.shown} is about the test and its setup."
-                )
-                report.sections.append((f"lowprec: {self.shown}", f"{text}\n{advice}"))
+                why = f"{self.shown} is about the test and its setup"
+                text = f"An error in the teardown cannot be a known failure: {why}.\n{advice}"
+                report.sections.append((f"lowprec: {self.shown}", text))
         elif report.failed and call.excinfo:
             raised, problem = type_name(call.excinfo.value), " with another message"
             try:

@@ -209,9 +209,8 @@ def no_support_text(support: Support) -> str:
         console.print(f"{support.asked} is not supported in {SHORT[support.dtype]} on {support.device} ({evidence})")
         console.print()
         if not support.states:
-            console.print(
-                "The catalog has no data for it on this device. docs/catalog.md shows how to measure it there."
-            )
+            how = "docs/catalog.md shows how to measure it there."
+            console.print(f"The catalog has no data for it on this device. {how}")
         for state in support.failing:
             if state.not_applicable:
                 console.print(f"{state.op}  {state.mode}: the dtype does not apply: {state.not_applicable}")

@@ -47,10 +47,8 @@ class Int8(Quantizing):
         if platform.machine().lower() not in ("x86_64", "amd64"):
             return f"int8 quantizes for x86 CPUs, and this machine is {platform.machine()}"
         if precision.kind == "autocast" and precision.format != BF16:
-            other = precision.format.short
-            return (
-                f"beside int8 layers, the rest of the model can run in fp32 or bf16, not in {other}: use autocast-bf16"
-            )
+            what = "beside int8 layers, the rest of the model can run in fp32 or bf16"
+            return f"{what}, not in {precision.format.short}: use autocast-bf16"
         if precision.kind not in ("reference", "autocast"):
             return "int8 quantizes fp32 weights, which a cast has rounded already: use fp32 or autocast-bf16"
         if library() is None:

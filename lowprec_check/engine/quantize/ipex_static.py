@@ -67,9 +67,8 @@ def layer_errors(fp32: nn.Module, converted: nn.Module, calls: Iterable[Call]) -
                 converted(*args, **kwargs)
         if [op for op, _, _ in expected] != found:
             return []
-    return [
-        LayerError(module=module, op=op, accumulated=error.rel_l2) for _, (module, op, error) in sorted(errors.items())
-    ]
+    found_errors = [errors[index] for index in sorted(errors)]
+    return [LayerError(module=module, op=op, accumulated=error.rel_l2) for module, op, error in found_errors]
 
 
 class _Products(DispatchMode):
@@ -139,11 +138,8 @@ def quantize_with_ipex(model: nn.Module, example: Call, calibration: Calibration
         try:
             traced = _traced(converted, *example)
         except Exception as error:
-            name = encodable(type(model).__name__)
-            raise UsageError(
-                f"torch.jit.trace, which int8 by Intel's extension needs, fails on {name}: "
-                f"{type_name(error)}: {message_of(error)}"
-            ) from error
+            what = f"torch.jit.trace, which int8 by Intel's extension needs, fails on {encodable(type(model).__name__)}"
+            raise UsageError(f"{what}: {type_name(error)}: {message_of(error)}") from error
     if not any(node.kind().startswith("aten::quantize_per") for node in traced.inlined_graph.nodes()):
         raise nothing_to_quantize(model)
     return IpexModel(traced, converted, example)

@@ -77,9 +77,8 @@ class KernelSupport:
         """Why a call with these floating inputs, in 16 bits and more, does not run, if so."""
         func, name = call.func, self.name_of(call.func)
         if self.registration(func) == "none":
-            message = (
-                f"The operator 'aten::{name}' is not currently implemented for the {self._device.name.upper()} device."
-            )
+            device = f"the {self._device.name.upper()} device"
+            message = f"The operator 'aten::{name}' is not currently implemented for {device}."
             return Refusal("missing", message, f"{self._device.kernels}: aten::{name} is not registered")
         if not narrow:
             return None
