@@ -149,7 +149,17 @@ class _Search:
         before, first = distance_of(self.failing), self._looked(state)
         if first is None:
             return None
-        advanced = self._keep_buffers(state, first)
+        # Buffers whose rounding alone makes a run fail stay in fp32.
+        for owner, names in first.buffers.items():
+            file, _, name = owner.rpartition(":")
+            source = file and self.files.find(os.path.relpath(file))
+            if not isinstance(source, SourceText):
+                continue
+            fix = kept_buffers(source, name, names)
+            if fix is not None:
+                site = Site(source, fix.anchor, "", {run.precision for run in self.failing})
+                state[fix.anchor] = Chosen(site, [fix], 0, self.rounds)
+        advanced = bool(state)
         for self.rounds in range(MOST_ROUNDS):
             if self._out_of_time() or not (advanced or self._advance(state, analyzed)):
                 break
@@ -221,19 +231,6 @@ class _Search:
         del state[newest]
         self._leave_alone(chosen.site, "it overlaps with another change")
         return False
-
-    def _keep_buffers(self, state: State, look: SourceTrial) -> bool:
-        """Buffers whose rounding alone makes a run fail stay in fp32."""
-        for owner, names in look.buffers.items():
-            file, _, name = owner.rpartition(":")
-            source = file and self.files.find(os.path.relpath(file))
-            if not isinstance(source, SourceText):
-                continue
-            fix = kept_buffers(source, name, names)
-            if fix is not None:
-                site = Site(source, fix.anchor, "", {run.precision for run in self.failing})
-                state[fix.anchor] = Chosen(site, [fix], 0, self.rounds)
-        return bool(state)
 
     def _with_equal_bits(self, state: State) -> SourceTrial | None:
         """The trial of ``state``, without the changes that change fp32 if others do not help."""

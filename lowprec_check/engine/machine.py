@@ -56,7 +56,18 @@ def prepared_runs(
 
 def machine_for(device: str | None, torch_version: str | None, *, predict: bool) -> Machine:
     """The machine of a scan on ``device``; runs are predicted if it is missing, or ``predict``."""
-    predicted = _predicted(device, torch_version, predict=predict)
+    installed = str(torch.__version__)
+    predicted: PredictedDevice | None = None
+    if device is None:
+        if predict or torch_version is not None:
+            raise UsageError("No device is named to predict.", "Add --device xpu, cuda or cpu.")
+    elif predict or not devices.is_available(device_of(device).name):  # asked for, or the device is not here
+        predicted = predicted_device(device_of(device).name, torch_version or installed, installed)
+    elif torch_version is not None and release_of(torch_version) != release_of(installed):
+        raise UsageError(
+            f"{device_of(device).name} is here with torch {release_of(installed)}, so the scan would measure that.",
+            f"Add --predict to predict for torch {torch_version}.",
+        )
     if predicted is None:
         return Machine(environment=environment(device))
     here = environment("cpu") | {"device": predicted.name, "device_name": "predicted on a CPU"}
@@ -66,24 +77,6 @@ def machine_for(device: str | None, torch_version: str | None, *, predict: bool)
     return Machine(environment=here, predicted=predicted)
 
 
-def _predicted(device: str | None, torch_version: str | None, *, predict: bool) -> PredictedDevice | None:
-    installed = str(torch.__version__)
-    if device is None:
-        if predict or torch_version is not None:
-            raise UsageError("No device is named to predict.", "Add --device xpu, cuda or cpu.")
-        return None
-    kind = device_of(device).name
-    if not predict and devices.is_available(kind):
-        if torch_version is not None and release_of(torch_version) != release_of(installed):
-            raise UsageError(
-                f"{kind} is here with torch {release_of(installed)}, so the scan would measure that.",
-                f"Add --predict to predict for torch {torch_version}.",
-            )
-        return None
-    # It is not here, or its prediction is asked for.
-    return predicted_device(kind, torch_version or installed, installed)
-
-
 def environment(device: str | None = None) -> dict[str, Any]:
     """Versions, CPU features, accelerated dtypes, accelerators; fails without ``device``."""
     chosen, ipex = devices.resolve(device), installed_version(IPEX)
@@ -91,6 +84,15 @@ def environment(device: str | None = None) -> dict[str, Any]:
         name = devices.name_of(chosen)
     else:
         name = cpu_info("model name") or platform.processor() or platform.machine()
+    described = []
+    for kind in filter(devices.is_available, accelerators()):
+        module = devices.module_of(torch.device(kind))
+        count = module.device_count() if hasattr(module, "device_count") else 1
+        try:
+            product = devices.name_of(torch.device(kind))
+        except RuntimeError:  # in a fork of a process that has asked for its accelerators
+            product = "not used here"
+        described.append(f"{kind} ×{count}: {product}")
     return {
         "torch": str(torch.__version__),
         "python": platform.python_version(),
@@ -103,7 +105,7 @@ def environment(device: str | None = None) -> dict[str, Any]:
         **{f"{low.short}_accelerated": _accelerates(chosen, low.short) for low in LOW_FORMATS},
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
-        "accelerators": [_describe(kind) for kind in accelerators() if devices.is_available(kind)],
+        "accelerators": described,
         **{package: installed_version(package) for package in ("torchvision", "timm", "transformers")},
         "ipex": ipex,
         "ipex_fits": ipex and extension_problem() is None,
@@ -121,16 +123,6 @@ def _accelerates(device: torch.device, kind: str) -> bool | None:
     if kind == "bf16" and test is not None:
         return bool(test())
     return True
-
-
-def _describe(kind: str) -> str:
-    module = devices.module_of(torch.device(kind))
-    count = module.device_count() if hasattr(module, "device_count") else 1
-    try:
-        name = devices.name_of(torch.device(kind))
-    except RuntimeError:  # in a fork of a process that has asked for its accelerators
-        name = "not used here"
-    return f"{kind} ×{count}: {name}"
 
 
 def version() -> str:

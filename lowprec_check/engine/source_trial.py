@@ -22,6 +22,7 @@ from lowprec_check.engine.core.floating_dtypes import torch_dtype
 from lowprec_check.engine.core.output_comparison import digest_of
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.source_location import is_own_file
+from lowprec_check.engine.core.tensor_comparison import ratio
 from lowprec_check.engine.model.plain_run import judge, output_tensors, run_once
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.model.script_steps import made_steps
@@ -134,7 +135,12 @@ class ScriptTrial:
         if in_fp32.weights and as_it_is.weights:
             saved = (in_fp32.start, in_fp32.weights, as_it_is.weights)
             start, fp32, low = ([t.double() for t in torch.load(io.BytesIO(weights))] for weights in saved)
-            facts = msgspec.structs.replace(facts, distance=_distance(start, fp32, low))
+            # How far the weights end from those in fp32, in units of how far these moved.
+            apart = math.inf
+            if [tensor.shape for tensor in fp32] == [tensor.shape for tensor in low]:
+                apart = _norm(ours - theirs for ours, theirs in zip(fp32, low, strict=True))
+            distance = ratio(apart, _norm(end - begin for end, begin in zip(fp32, start, strict=True)))
+            facts = msgspec.structs.replace(facts, distance=distance if math.isfinite(distance) else None)
             # Without the same again, no change can be judged.
             if all(repeated.weights == in_fp32.weights for repeated in again):
                 facts = msgspec.structs.replace(facts, fp32=digest_of(fp32))
@@ -159,20 +165,6 @@ class _Made(msgspec.Struct, kw_only=True):
 
 def _norm(tensors: Iterable[Tensor]) -> float:
     return math.sqrt(sum(float(tensor.square().sum()) for tensor in tensors))
-
-
-def _distance(start: list[Tensor], fp32: list[Tensor], low: list[Tensor]) -> float | None:
-    """How far the weights end from those in fp32, in units of how far these moved."""
-    apart = math.inf
-    if [tensor.shape for tensor in fp32] == [tensor.shape for tensor in low]:
-        apart = _norm(ours - theirs for ours, theirs in zip(fp32, low, strict=True))
-    moved = _norm(end - begin for end, begin in zip(fp32, start, strict=True))
-    distance = 0.0
-    if moved:
-        distance = apart / moved
-    elif apart:
-        distance = math.inf
-    return distance if math.isfinite(distance) else None
 
 
 def _isolated(

@@ -245,17 +245,13 @@ class CalledFunctions:
         if name not in names_with_any_kernel():
             return
         if event == "c_call":
-            self._names.append(name if _is_of_torch(function) else "")
+            # Of torch: ``torch.prod``, not ``math.prod`` or NumPy's.
+            owner = getattr(function, "__self__", None)
+            place = owner.__name__ if isinstance(owner, ModuleType) else getattr(function, "__module__", None)
+            is_of_torch = isinstance(owner, torch.Tensor) or str(place).startswith("torch")
+            self._names.append(name if is_of_torch else "")
         elif self._names:
             self._names.pop()
-
-
-def _is_of_torch(function: Any) -> bool:
-    """Whether a function written in C is torch's: ``torch.prod``, not ``math.prod`` or NumPy's."""
-    owner = getattr(function, "__self__", None)
-    if isinstance(owner, ModuleType):
-        return owner.__name__.startswith("torch")
-    return isinstance(owner, torch.Tensor) or str(getattr(function, "__module__", None)).startswith("torch")
 
 
 class RunningCall(NamedTuple):

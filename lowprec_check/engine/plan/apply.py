@@ -35,7 +35,21 @@ def apply(model: Model, plan: Plan | str | Path) -> Model:
     """
     if not isinstance(plan, Plan):
         plan = Plan.load(plan)
-    _check_unwrapped(model)
+    if isinstance(inside(model, "_orig_mod"), nn.Module):
+        raise UsageError(
+            "The model is already compiled, so hooks have no effect.", "Apply the plan first, then compile."
+        )
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise UsageError(
+            f"The model is wrapped in {type(model).__name__}.", "Apply the plan first, then wrap the model."
+        )
+    # A plan is hooks and casts, which cannot be applied twice, or to weights in 16 bits.
+    if is_planned(model):
+        raise UsageError("The model already has a plan.", "Apply the plan to a new copy of the model.")
+    low = {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float32}
+    if low:
+        names = ", ".join(sorted(str(dtype)[6:] for dtype in low))
+        raise UsageError(f"The model has {names} parameters, but a plan needs fp32.", "Call model.float() first.")
     plan.check_modules(describe_modules(model))
     kinds = {tensor.device.type for tensor in [*model.parameters()] or model.buffers()}
     if kinds - {device_type(plan.device)}:
@@ -56,21 +70,3 @@ def describe_modules(model: nn.Module) -> dict[str, str]:
         shapes = ("x".join(map(str, p.shape)) or "scalar" for p in module.parameters(recurse=False))
         described[name] = f"{type(module).__name__}({', '.join(shapes)})"
     return described
-
-
-def _check_unwrapped(model: nn.Module) -> None:
-    if isinstance(inside(model, "_orig_mod"), nn.Module):
-        raise UsageError(
-            "The model is already compiled, so hooks have no effect.", "Apply the plan first, then compile."
-        )
-    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        raise UsageError(
-            f"The model is wrapped in {type(model).__name__}.", "Apply the plan first, then wrap the model."
-        )
-    # A plan is hooks and casts, which cannot be applied twice, or to weights in 16 bits.
-    if is_planned(model):
-        raise UsageError("The model already has a plan.", "Apply the plan to a new copy of the model.")
-    low = {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float32}
-    if low:
-        names = ", ".join(sorted(str(dtype)[6:] for dtype in low))
-        raise UsageError(f"The model has {names} parameters, but a plan needs fp32.", "Call model.float() first.")

@@ -23,7 +23,6 @@ from lowprec_check.engine.run.target_runs import TargetRuns
 from lowprec_check.process import system
 from lowprec_check.schema.axes import lowers_precision
 from lowprec_check.schema.module_paths import module_around, number_of
-from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.plan import STOPPED_WITHOUT_PLAN, Attempt
 from lowprec_check.schema.precisions import PRECISIONS, formats
 from lowprec_check.schema.run_key import PLAN
@@ -86,12 +85,6 @@ class Objective:
         return msgspec.convert(of_run | results, Attempt)
 
 
-def _is_low(row: OpCall, run: Run) -> bool:
-    """Whether an op computes on values in the low precision of the run; casts do not count."""
-    marks = {low.mark for low in formats() if run.basis and low.name == run.basis.format.name}
-    return not marks.isdisjoint(re.split("[+→]", row.dtypes)) and row.op != "aten._to_copy.default"
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Proposal:
     """The best plan that the search found for one base."""
@@ -138,7 +131,11 @@ class Proposer:
         why = self._why_not_searched(runs[0], failing, best_so_far)
         if why is not None:
             return Proposal(attempt=self.objective.attempt(failing, outcome=f"not searched: {why}"))
-        return _Search(self, runs).propose()
+        found = _Search(self, runs)
+        try:
+            return found.propose()
+        finally:
+            found.show(None)
 
     def _why_not_searched(self, first: Run, failing: Run, best_so_far: Proposal | None) -> str | None:
         """Why no plan is searched for a base, by its runs on two batches; ``None`` if one is."""
@@ -198,12 +195,6 @@ class _Search:
         self.started = system.monotonic()
 
     def propose(self) -> Proposal:
-        try:
-            return self._propose()
-        finally:
-            self._show(None)
-
-    def _propose(self) -> Proposal:
         # What an error must not exceed is not known of a metric: then nothing is predicted.
         tolerance = self.failing.tolerance if self.proposer.objective.fp32_metric is None else None
         most_alone = self.proposer.limits.most_alone
@@ -247,23 +238,24 @@ class _Search:
                 own_fault = run.exception is None or not run.exception.module
                 return Verdict(False, own_fault=own_fault, error=_error(run))
             runs.append(run)
-        return Verdict(True, any_low=self._leaves_low(keep, runs), error=_error(max(runs, key=error_of)))
 
-    def _leaves_low(self, keep: Keep, runs: Sequence[Run]) -> bool:
-        """Whether anything runs in low precision with ``keep`` in fp32."""
+        # Whether anything runs in low precision with ``keep`` in fp32.
         kept = frozenset(keep)
 
         def has_low_op(run: Run) -> bool:
-            return any(_is_low(row, run) and module_around(row.module, kept) is None for row in run.op_calls.rows())
+            # An op that computes on values in the low precision of the run; casts do not count.
+            marks = {low.mark for low in formats() if run.basis and low.name == run.basis.format.name}
+            computing = (row for row in run.op_calls.rows() if row.op != "aten._to_copy.default")
+            narrow = (row for row in computing if not marks.isdisjoint(re.split("[+→]", row.dtypes)))
+            return any(module_around(row.module, kept) is None for row in narrow)
 
         # The dtypes of ops need not show the effect of a custom precision.
         expected = PRECISIONS.get(self.base).kind == "custom" or has_low_op(self.failing)
         # An output that equals fp32's bit for bit may be so because nothing ran in low precision.
         differs = any(run.output_is_zero or run.output_error is None or run.output_error.rel_l2 != 0.0 for run in runs)
-        if expected and differs:
-            return True
-        # It is unclear: a run is analyzed op by op.
-        return has_low_op(self._run(self.order[0], keep, instrumented=True))
+        # If it is unclear, a run is analyzed op by op.
+        any_low = (expected and differs) or has_low_op(self._run(self.order[0], keep, instrumented=True))
+        return Verdict(True, any_low=any_low, error=_error(max(runs, key=error_of)))
 
     def _explain(self, keep: Keep) -> Suspects:
         self._show_trial(keep, "kept, op by op")
@@ -288,14 +280,14 @@ class _Search:
                 limits.seconds - (now - self.proposer.started), seconds_a_trial * (limits.max_trials - count + 1)
             )
             step += f", at most {max(0.0, left):.0f} s left"
-        self._show(step)
+        self.show(step)
 
-    def _show(self, step: str | None) -> None:
+    def show(self, step: str | None) -> None:
         for batch in self.proposer.batches:
             batch.show_step(f"plan from {self.base}", step)
 
     def _measure(self, keep: Keep) -> Run:
-        self._show(f"measuring with {len(keep)} modules kept")
+        self.show(f"measuring with {len(keep)} modules kept")
         runs: list[Run] = []
         for batch in self.proposer.batches:
             first = not runs

@@ -111,10 +111,24 @@ class Execution:
 
     def run(self, call: DispatchedCall) -> Any:
         """Run ``call`` and return its result; sets its ``seconds`` and ``outcome``."""
-        if self._emulation.includes(call):
-            retry = self._retry(call)
-            if retry.low_precision and not retry.mixed:  # a mismatch of dtypes fails whatever the time
-                return self._emulate(call, retry)
+        retry = self._retry(call) if self._emulation.includes(call) else None
+        if (
+            retry is not None and retry.low_precision and not retry.mixed
+        ):  # a mismatch of dtypes fails whatever the time
+            # Compute the op in fp32, which serves for the local error too, and round the result.
+            call.outcome = "emulated"
+            with torch._C._DisableAutocast():
+                try:
+                    wide = retry.run(_widen)
+                    if not call.traits.mutable:
+                        call.widened_outputs = call.results(wide)
+                    out = retry.narrowed(wide)
+                except Exception as error:
+                    out = self.rescue(call, error)
+            crash = self._emulation.crashed.get(call.site)
+            if crash is not None:
+                _add_gap(self.journal, call, "crash", crash)
+            return out
         if self._breadcrumb is not None:
             self._breadcrumb.enter(*call.site)
         waited, started = self._waited(), system.perf_counter()
@@ -157,22 +171,6 @@ class Execution:
 
     def _retry(self, call: DispatchedCall) -> Retry:
         return Retry(call.func, call.args, call.kwargs, self.low, call.written())
-
-    def _emulate(self, call: DispatchedCall, retry: Retry) -> Any:
-        """Compute the op in fp32, which serves for the local error too, and round the result."""
-        call.outcome = "emulated"
-        with torch._C._DisableAutocast():
-            try:
-                wide = retry.run(_widen)
-                if not call.traits.mutable:
-                    call.widened_outputs = call.results(wide)
-                out = retry.narrowed(wide)
-            except Exception as error:
-                out = self.rescue(call, error)
-        crash = self._emulation.crashed.get(call.site)
-        if crash is not None:
-            _add_gap(self.journal, call, "crash", crash)
-        return out
 
 
 def _add_gap(journal: Journal, call: DispatchedCall, kind: GapKind, message: str, **more: Any) -> None:

@@ -5,10 +5,9 @@ It is used only after such a failure, because it makes some modules leave their 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from lowprec_check.engine.model.kept_files import replaced
 from lowprec_check.engine.trace.execution import Execution, Retry, find_rescue, gap_kind, predicted_by
 from lowprec_check.engine.trace.ops import dtype_names
 from lowprec_check.engine.trace.places import Places, accumulates, nodes_of
@@ -40,7 +40,15 @@ class FunctionRescue(TorchFunctionMode):
         name = function_name(func) if phase != "optimizer" else ""
         failure = self._failures.widened.get(name)
         if func in (Tensor.backward, torch.autograd.backward):
-            with self._during_backward():
+            # torch turns this mode off in its calls; keep it on for what a checkpoint recomputes.
+            owner: Any = torch.autograd
+            run = owner._engine_run_backward
+
+            def with_mode(*args: Any, **kwargs: Any) -> Any:
+                with self:
+                    return run(*args, **kwargs)
+
+            with replaced(owner, "_engine_run_backward", with_mode):
                 return func(*args, **kwargs)
         retry = None
         if failure is not None:
@@ -60,38 +68,18 @@ class FunctionRescue(TorchFunctionMode):
         except Exception as error:
             if error is self._execution.raised:
                 raise
-            return self._rescue(func, args, kwargs, error)
-
-    @contextlib.contextmanager
-    def _during_backward(self) -> Iterator[None]:
-        """Keep this mode on for what a checkpoint recomputes: torch turns it off in its calls."""
-        owner: Any = torch.autograd
-        run = owner._engine_run_backward
-
-        def with_mode(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return run(*args, **kwargs)
-
-        owner._engine_run_backward = with_mode
-        try:
-            yield
-        finally:
-            owner._engine_run_backward = run
-
-    def _rescue(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
-        name = function_name(func)
-        retry = self._retry(name, func, args, kwargs)
-        gaps_before = len(self._journal.gaps)
-        rescue = find_rescue(retry, error, "function")
-        if rescue is None:
-            self._execution.raised = error
-            raise error
-        is_complex = self._execution.pending.add(rescue.result)
-        # The ops of the rerun may have reported the gap themselves.
-        if len(self._journal.gaps) == gaps_before or rescue.kind == "dtype-mismatch":
-            phase = self._places.phase or "forward"
-            self._add_gap(name, retry, rescue.kind, error, phase, sys._getframe(2), gives_complex=is_complex)
-        return rescue.result
+            retry = self._retry(function_name(func), func, args, kwargs)
+            gaps_before = len(self._journal.gaps)
+            rescue = find_rescue(retry, error, "function")
+            if rescue is None:
+                self._execution.raised = error
+                raise
+            is_complex = self._execution.pending.add(rescue.result)
+            # The ops of the rerun may have reported the gap themselves.
+            if len(self._journal.gaps) == gaps_before or rescue.kind == "dtype-mismatch":
+                name, now, frame = function_name(func), self._places.phase or "forward", sys._getframe(1)
+                self._add_gap(name, retry, rescue.kind, error, now, frame, gives_complex=is_complex)
+            return rescue.result
 
     def _retry(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Retry:
         written = [kwargs["out"]] if isinstance(kwargs.get("out"), Tensor) else []

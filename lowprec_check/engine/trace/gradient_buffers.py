@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -113,21 +114,22 @@ class Part(NamedTuple):
     @property
     def is_whole(self) -> bool:
         """Whether it shows every element of its storage."""
-        size = 1
-        for length in self.shape:
-            size *= length
-        return size * (1 + self.is_complex) >= self.size and not self.overlaps
+        return math.prod(self.shape) * (1 + self.is_complex) >= self.size and not self.overlaps
 
     @property
     def overlaps(self) -> bool:
         """Whether some elements may be shown several times."""
-        expected = 1
-        for step, size in sorted(zip(self.stride, self.shape, strict=True)):
-            if size > 1:
-                if step < expected:
-                    return True
-                expected = step * size
-        return False
+        return may_overlap(self.shape, self.stride)
+
+
+def may_overlap(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements of a tensor may share memory, as those of ``as_strided`` can."""
+    spanned = 0
+    for step, size in sorted(zip(stride, shape, strict=True)):
+        if size > 1 and step <= spanned:
+            return True
+        spanned += step * (size - 1)
+    return False
 
 
 def pulled_back(values: Sequence[Tensor], leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor | None]:

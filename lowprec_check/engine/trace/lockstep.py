@@ -18,8 +18,9 @@ from torch import Tensor
 
 from lowprec_check.engine.core.devices import MemoryLimit, default_generator
 from lowprec_check.engine.core.floating_dtypes import is_float, widened_dtype
-from lowprec_check.engine.trace.dispatched_call import DispatchedCall, run_differentiable, run_wide
+from lowprec_check.engine.trace.dispatched_call import DispatchedCall, named_arguments, run_differentiable, run_wide
 from lowprec_check.engine.trace.error_tape import ErrorTape, Leaf
+from lowprec_check.engine.trace.gradient_buffers import may_overlap
 from lowprec_check.engine.trace.nonfinite_origins import NonfiniteOrigins
 from lowprec_check.engine.trace.ops import COPIES, Args, Kwargs, map_args
 from lowprec_check.engine.trace.pending_figures import PendingFigures
@@ -155,7 +156,7 @@ class Lockstep:
                 raise RuntimeError(f"it returns {len(references)} tensors, not {len(outputs)}")
         except Exception as error:
             why = f"fails in the fp32 reference ({type_name(error)}: {first_line(message_of(error))})"
-        if call.traits.mutable and any(map(_overlaps, filter(is_float, call.written()))):
+        if call.traits.mutable and any(may_overlap(t.shape, t.stride()) for t in call.written() if is_float(t)):
             why = "writes several times to the same memory"
         if why is not None:
             self._cannot_follow(call, why)
@@ -197,7 +198,8 @@ class Lockstep:
         references += [self.twins.reference_of(out) for out in outputs[max(1, len(references)) :]]
         if call.traits.selects and len(references) == len(outputs) and outputs[0].shape == references[0].shape:
             source, index = args[0], outputs[1]
-            dim = _selected_dim(call, args, kwargs)
+            defaults = {argument.name: argument.default_value for argument in call.func._schema.arguments}
+            dim = (defaults | named_arguments(call.func, args, kwargs)).get("dim")
             if dim is not None and isinstance(source, Tensor) and source.ndim:
                 if index.ndim == source.ndim:
                     references[0] = torch.gather(source, dim, index)
@@ -233,26 +235,6 @@ class Lockstep:
                 else:
                     self.twins.reference_of(out).copy_(values)
         return exact
-
-
-def _overlaps(tensor: Tensor) -> bool:
-    """Whether elements may share memory, as those of ``as_strided`` can."""
-    spanned = 0
-    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and step <= spanned:
-            return True
-        spanned += step * (size - 1)
-    return False
-
-
-def _selected_dim(call: DispatchedCall, args: Args, kwargs: Kwargs) -> int | None:
-    """The dimension along which the op selects; ``None`` if it has none."""
-    for position, argument in enumerate(call.func._schema.arguments):
-        if argument.name == "dim":
-            dim = args[position] if position < len(args) else kwargs.get("dim", argument.default_value)
-            if dim is not None:
-                return int(dim)
-    return None
 
 
 # -- random numbers

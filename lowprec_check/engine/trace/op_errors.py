@@ -22,7 +22,7 @@ from lowprec_check.engine.trace.error_tape import COMPACT, AddedErrors
 from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.engine.trace.ops import Args, Kwargs, map_args
 from lowprec_check.engine.trace.pending_figures import Pending
-from lowprec_check.engine.trace.twins import Region, Twin, Twins, region_of
+from lowprec_check.engine.trace.twins import Region, Twins, region_of
 from lowprec_check.schema.op_calls import OpCall
 
 # A sum that is this part of the norm of what it adds is what rounding leaves of zero in fp32: a few
@@ -67,7 +67,10 @@ class OpErrors:
         if twin is None or not twin.compared or not is_float(tensor):
             return None
         region = region_of(tensor)
-        pending = twin.compared.get(region) or _of_same_elements(twin, region, tensor)
+        pending = twin.compared.get(region)
+        filled = _filled(region) if pending is None else None
+        if filled is not None:  # maybe compared with the same elements in another order
+            pending = next((known for other, known in twin.compared.items() if _filled(other) == filled), None)
         # Its row gets the errors of the outputs that are used.
         if twin.unused is not None:
             row, compared = twin.unused
@@ -223,20 +226,11 @@ class OpErrors:
         return int(repeats)
 
 
-def _of_same_elements(twin: Twin, region: Region, tensor: Tensor) -> Pending[TensorComparison] | None:
-    """The comparison of a region of the same start, with the same elements in another order."""
-    for (shape, stride, offset), compared in twin.compared.items():
-        same = offset == region[2] and _span(shape, stride) == _span(region[0], region[1]) == tensor.numel()
-        if same and math.prod(shape) == tensor.numel():
-            return compared
-    return None
-
-
-def _span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """Elements between the first and the last one of a region, both included."""
-    if math.prod(shape):
-        return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    return 0
+def _filled(region: Region) -> tuple[int, int] | None:
+    """The start and the number of elements of a region without gaps; ``None`` if it has some."""
+    shape, stride, offset = region
+    count, spanned = math.prod(shape), 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    return (offset, count) if count == spanned else None
 
 
 def _without_repeats(tensor: Tensor) -> Tensor:

@@ -85,7 +85,7 @@ def error_budget(
     leaf = leaves[first]
     if leaf.lost is not None and errors[first] > 0:
         return ErrorBudget(reason=leaf.lost, output_rms=norm_of(leaf.fp32) / math.sqrt(leaf.low.numel()))
-    budget = _Budget(tape, leaf, frozenset(modules), autocast, seed).compute()
+    budget = _budget_of(leaf, tape, modules, autocast=autocast, seed=seed)
     next_error = errors[others[0]] if others else 0.0
     return msgspec.structs.replace(budget, next_error=next_error if math.isfinite(next_error) else None)
 
@@ -115,78 +115,69 @@ def norm_of(tensor: Tensor) -> float:
     return float(_real(tensor).nan_to_num(0.0, 0.0, 0.0).norm())
 
 
-class _Budget:
+def _budget_of(leaf: _Leaf, tape: ErrorTape, modules: Collection[str], *, autocast: bool, seed: int) -> ErrorBudget:
     """The budget of one tensor of the output."""
+    error, size = _difference(leaf.low, leaf.fp32), norm_of(leaf.fp32)
+    error_norm, rms = float(error.norm()), size / math.sqrt(error.numel())
+    if not size:
+        return ErrorBudget(reason="the output of fp32 is all zeros", output_rms=0.0)
+    if not error_norm:
+        return ErrorBudget(predicted=0.0, measured=0.0, unexplained=0.0, output_rms=rms)
 
-    def __init__(self, tape: ErrorTape, leaf: _Leaf, modules: frozenset[str], autocast: bool, seed: int) -> None:
-        self.tape, self.leaf, self.modules, self.autocast, self.seed = tape, leaf, modules, autocast, seed
-        self.error = _difference(leaf.low, leaf.fp32)
-        self.error_norm, self.size = float(self.error.norm()), norm_of(leaf.fp32)
+    # Directions of the output: its error's, of length 1; random ones orthogonal to it.
+    first = (error / error_norm).reshape(-1)
+    generator = torch.Generator(first.device).manual_seed(seed)
+    orthogonal = [first]
+    for _ in range(PROBES):
+        random = torch.randn(len(first), generator=generator, dtype=first.dtype, device=first.device)
+        orthogonal.append(random - (random @ first) * first)
+    directions = torch.stack(orthogonal).float().reshape(len(orthogonal), *error.shape)
+    if leaf.low.is_complex():
+        directions = torch.view_as_complex(directions)
+    ops = tape.backward([(leaf.low, directions)])
+    entries = [(index, kind, by) for index, op in enumerate(ops) for kind, by in enumerate(op.by) if by is not None]
+    along = torch.zeros(0, 1 + PROBES).double()
+    if entries:
+        along = torch.stack([change.to(error.device) for *_, change in entries]).cpu().double()
+    total = along.sum(0)
+    explained = float(total[0]) / error_norm
 
-    def compute(self) -> ErrorBudget:
-        rms = self.size / math.sqrt(self.error.numel())
-        if not self.size:
-            return ErrorBudget(reason="the output of fp32 is all zeros", output_rms=0.0)
-        if not self.error_norm:
-            return ErrorBudget(predicted=0.0, measured=0.0, unexplained=0.0, output_rms=rms)
-        ops = self.tape.backward([(self.leaf.low, self._directions())])
-        entries = [(index, kind, by) for index, op in enumerate(ops) for kind, by in enumerate(op.by) if by is not None]
-        along = torch.zeros(0, 1 + PROBES).double()
-        if entries:
-            along = torch.stack([change.to(self.error.device) for *_, change in entries]).cpu().double()
-        total = along.sum(0)
-        explained = float(total[0]) / self.error_norm
-        shares = dict(zip([entry[:2] for entry in entries], self._shares(along, explained), strict=True))
-        places = _Places([op.row for op in ops], shares)
-        kept_modules = KeptModules(ops, self.modules, autocast=self.autocast)
-        for path in kept_modules.inside:
-            places.add(path, kept_modules.kept(path))
-        listed, others = by_place(places.entries())
-        across = float(total[1:].square().mean())
-        # The square of a sum of independent errors varies as that of as many equal ones as its
-        # size, squared, holds variances along itself.
-        rounding = math.fsum(share for (_, kind), share in shares.items() if kind)
-        energies = [op.energies[0][:1] for op in ops if op.energies is not None]
-        variance = float(squares(torch.cat(energies)).sum()) if energies else 0.0
-        spread = 0.0
-        if variance > 0.0 and rounding >= _LEAST_ROUNDING:
-            spread = min(1.0, math.sqrt(2.0 * variance / rounding) / self.error_norm)
-        decided = float((_difference(self.leaf.twin, self.leaf.fp32) * self.error).sum())
-        return ErrorBudget(
-            predicted=math.sqrt(float(total[0]) ** 2 + across) / self.size,
-            measured=self.error_norm / self.size,
-            unexplained=1.0 - explained,
-            decisions=decided / self.error_norm**2,
-            shares=listed,
-            others=others,
-            modules=places.modules(),
-            blocked=list(self.tape.blocked),
-            output_rms=rms,
-            spread=spread,
-        )
-
-    def _directions(self) -> Tensor:
-        """Directions of the output: its error's, of length 1; random ones orthogonal to it."""
-        first = (self.error / self.error_norm).reshape(-1)
-        generator = torch.Generator(first.device).manual_seed(self.seed)
-        orthogonal = [first]
-        for _ in range(PROBES):
-            random = torch.randn(len(first), generator=generator, dtype=first.dtype, device=first.device)
-            orthogonal.append(random - (random @ first) * first)
-        directions = torch.stack(orthogonal).float().reshape(len(orthogonal), *self.error.shape)
-        if self.leaf.low.is_complex():
-            return torch.view_as_complex(directions)
-        return directions
-
-    def _shares(self, along: Tensor, explained: float) -> list[float]:
-        """The share of each row of ``along``: its change along the error of the output."""
-        # Where errors cancel each other, as in an output of few numbers, these are a matter of
-        # chance: there the expected squares of the changes are used.
-        signed = along[:, 0] / self.error_norm
-        if not len(signed) or float(signed.abs().sum()) <= _CANCELLING * abs(explained):
-            return signed.tolist()
+    # The share of each change is its part along the error of the output. Where errors cancel each
+    # other, as in an output of few numbers, that is a matter of chance: there it is the part of its
+    # expected square.
+    parts = along[:, 0] / error_norm
+    if len(parts) and float(parts.abs().sum()) > _CANCELLING * abs(explained):
         energy = along[:, 0].square() + along[:, 1:].square().mean(1)
-        return (energy / energy.sum() * explained).tolist()
+        parts = energy / energy.sum() * explained
+    shares = dict(zip([entry[:2] for entry in entries], parts.tolist(), strict=True))
+    places = _Places([op.row for op in ops], shares)
+    kept_modules = KeptModules(ops, frozenset(modules), autocast=autocast)
+    for path in kept_modules.inside:
+        places.add(path, kept_modules.kept(path))
+    listed, others = by_place(places.entries())
+
+    # The square of a sum of independent errors varies as that of as many equal ones as its size,
+    # squared, holds variances along itself.
+    rounding = math.fsum(share for (_, kind), share in shares.items() if kind)
+    energies = [op.energies[0][:1] for op in ops if op.energies is not None]
+    variance = float(squares(torch.cat(energies)).sum()) if energies else 0.0
+    spread = 0.0
+    if variance > 0.0 and rounding >= _LEAST_ROUNDING:
+        spread = min(1.0, math.sqrt(2.0 * variance / rounding) / error_norm)
+    across = float(total[1:].square().mean())
+    decided = float((_difference(leaf.twin, leaf.fp32) * error).sum())
+    return ErrorBudget(
+        predicted=math.sqrt(float(total[0]) ** 2 + across) / size,
+        measured=error_norm / size,
+        unexplained=1.0 - explained,
+        decisions=decided / error_norm**2,
+        shares=listed,
+        others=others,
+        modules=places.modules(),
+        blocked=list(tape.blocked),
+        output_rms=rms,
+        spread=spread,
+    )
 
 
 class _Places:

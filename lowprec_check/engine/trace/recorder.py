@@ -271,11 +271,21 @@ class DataFlow:
         """For each floating input of the call at ``position``, how many calls ago it was written.
 
         :data:`FROM_INPUT` for an input of the model, of any dtype, that no call has written to.
-        Parameters, and what was made without reading anything, are left out; each number occurs
-        once.
+        Left out are parameters, what was made without reading anything, and what is only
+        overwritten, with ``out=`` or as a whole; each number occurs once.
         """
+        read: Sequence[Tensor] = call.inputs
+        if call.traits.packet in _LIKE:
+            read = ()
+        elif call.traits.mutable:
+            named = {name: value for name, value in call.kwargs.items() if name not in call.traits.written}
+            read = [tensor for tensor in tensors_in(call.args, named) if tensor.layout == torch.strided]
+            if call.traits.packet in _OVERWRITES and read:
+                nbytes = read[0].numel() * read[0].element_size()
+                if nbytes == read[0].untyped_storage().nbytes():
+                    read = read[1:]
         distances: dict[int, None] = {}
-        for tensor in _read_by(call):
+        for tensor in read:
             key = storage_key(tensor)
             writer = self._writers.get(key)
             if writer is None:
@@ -298,18 +308,3 @@ class DataFlow:
             # When the storage is freed, its key may be given to another one.
             forget = functools.partial(lambda freed, _: writers.pop(freed, None), key)
             writers[key] = (position, weakref.ref(storage, forget))
-
-
-def _read_by(call: DispatchedCall) -> Iterable[Tensor]:
-    """The inputs whose values are read, not those only overwritten, with ``out=`` or as a whole."""
-    if call.traits.packet in _LIKE:
-        return ()
-    if not call.traits.mutable:
-        return call.inputs
-    named = {name: value for name, value in call.kwargs.items() if name not in call.traits.written}
-    read = [tensor for tensor in tensors_in(call.args, named) if tensor.layout == torch.strided]
-    if call.traits.packet in _OVERWRITES and read:
-        nbytes = read[0].numel() * read[0].element_size()
-        if nbytes == read[0].untyped_storage().nbytes():
-            return read[1:]
-    return read

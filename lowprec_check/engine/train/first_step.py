@@ -18,6 +18,7 @@ from lowprec_check.engine.core.devices import seed_everything
 from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, run_op
 from lowprec_check.engine.core.floating_dtypes import as_real
 from lowprec_check.engine.core.source_location import call_model
+from lowprec_check.engine.core.tensor_comparison import ratio
 from lowprec_check.engine.model.plain_run import output_tensors
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
@@ -58,11 +59,7 @@ class FirstGradients(Watcher):
 
     def after(self, step: TrainingStep) -> None:
         """Note whether the step was skipped."""
-        self._is_skipped = self._has_scale and not all(map(_is_finite, self.found.values()))
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    return bool(tensor.isfinite().all())
+        self._is_skipped = self._has_scale and not all(bool(found.isfinite().all()) for found in self.found.values())
 
 
 class FirstStep(NamedTuple):
@@ -108,7 +105,11 @@ def compare_gradients(mine: Mapping[str, Tensor], reference: Mapping[str, Tensor
     One that is rounding alone in fp32, such as that of a bias before a batch norm, is left out: in
     exact arithmetic it is zero.
     """
-    sizes = _sizes_by_module(reference)
+    # The largest root mean square of a gradient of each module.
+    sizes: dict[str, float] = {}
+    for name, exact in reference.items():
+        module, size = name.rpartition(".")[0], float(exact.double().norm()) / math.sqrt(max(exact.numel(), 1))
+        sizes[module] = max(sizes.get(module, 0.0), size)
     rows, squares, norm, flushed, elements = list[ParameterGradient](), list[float](), 0.0, 0, 0
     for name, exact in reference.items():
         low = mine.get(name)
@@ -124,15 +125,11 @@ def compare_gradients(mine: Mapping[str, Tensor], reference: Mapping[str, Tensor
             rows.append(ParameterGradient(parameter=name, elements=count, absmax=largest, is_rounding=True))
             squares.append(0.0)
             continue
-        if size:
-            error = apart / size
-        else:
-            error = 0.0 if apart == 0 else math.inf
         rows.append(
             ParameterGradient(
                 parameter=name,
                 elements=count,
-                error=_finite(error),
+                error=_finite(ratio(apart, size)),
                 absmax=_finite(float(exact.abs().max())) if count else None,
                 underflow=zero / max(count, 1),
                 overflow=overflown / max(count, 1),
@@ -146,15 +143,6 @@ def compare_gradients(mine: Mapping[str, Tensor], reference: Mapping[str, Tensor
         rows = [structs.replace(row, error_share=square / total) for row, square in zip(rows, squares, strict=True)]
     whole_error = _finite(math.sqrt(total / norm)) if norm else None
     return GradientComparison(rows, whole_error, flushed / elements if elements else None)
-
-
-def _sizes_by_module(gradients: Mapping[str, Tensor]) -> dict[str, float]:
-    """The largest root mean square of a gradient of each module."""
-    sizes: dict[str, float] = {}
-    for name, gradient in gradients.items():
-        module, size = name.rpartition(".")[0], float(gradient.double().norm()) / math.sqrt(max(gradient.numel(), 1))
-        sizes[module] = max(sizes.get(module, 0.0), size)
-    return sizes
 
 
 def _finite(value: float) -> float | None:

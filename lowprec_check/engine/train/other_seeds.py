@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -58,35 +57,34 @@ class OtherSeeds:
         self._keep_alive = keep_alive
         self._ended, self._last = target.make_batch is None, list[Target]()
         """Whether there are no further batches, and the last ones."""
-        if draws:
-            self.varied = ["random draws"]
-        else:
-            self.varied = []
+        self.varied = ["random draws"] if draws else []
         """What differs between the runs, in words."""
 
     def start(self, number: int) -> list[Target]:
         """Give the model the initial weights of run ``number`` (from 1), and return its batches."""
         generator = torch.Generator().manual_seed(self._seed + number)
-        if self._new_weights(number):
+        made = self._made_again(number)
+        is_new = _reset(self._model, self._seed + number) if made is None else _copy(made, self._model)
+        if is_new:
             self._add("initial weights", 0)
         batches = self._new_batches(number, generator)
-        if self.varied in ([], [NOISE_ALONE]):
-            self.varied = [NOISE_ALONE]
-            self._add_noise(generator)
+        if self.varied not in ([], [NOISE_ALONE]):
+            return batches
+
+        # Noise relative to each weight; on a tensor of zeros, to the root mean square of all.
+        self.varied = [NOISE_ALONE]
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        total = sum(float(parameter.detach().abs().square().sum()) for parameter in trained)
+        size = (total / max(1, sum(parameter.numel() for parameter in trained))) ** 0.5 or 1.0
+        with torch.no_grad():
+            for parameter in trained:
+                noise = torch.randn(parameter.shape, generator=generator).to(parameter.device, parameter.dtype)
+                parameter.add_(NOISE * noise * (parameter.clone() if parameter.any() else size))
         return batches
 
     def _add(self, what: str, place: int) -> None:
         if what not in self.varied:
             self.varied.insert(place, what)
-
-    # -- initial weights
-
-    def _new_weights(self, number: int) -> bool:
-        """Whether initial weights, or buffers, are others now."""
-        made = self._made_again(number)
-        if made is None:
-            return _reset(self._model, self._seed + number)
-        return _copy(made, self._model)
 
     def _made_again(self, number: int) -> nn.Module | None:
         """The model that the file makes from other seeds; ``None`` if it cannot be loaded again."""
@@ -106,23 +104,16 @@ class OtherSeeds:
             sys.modules.update(modules)
         return None if made is self._target.model else made
 
-    def _add_noise(self, generator: torch.Generator) -> None:
-        """Noise relative to each weight; to all weights, where a tensor is zero."""
-        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        # The root mean square of all weights is the size of the noise on a tensor of zeros.
-        total = sum(float(parameter.detach().abs().square().sum()) for parameter in trained)
-        size = (total / max(1, sum(parameter.numel() for parameter in trained))) ** 0.5 or 1.0
-        with torch.no_grad():
-            for parameter in trained:
-                noise = torch.randn(parameter.shape, generator=generator).to(parameter.device, parameter.dtype)
-                parameter.add_(NOISE * noise * (parameter.clone() if parameter.any() else size))
-
-    # -- batches
-
     def _new_batches(self, number: int, generator: torch.Generator) -> list[Target]:
         """The next batches, else the same in another order, or rows of the only one."""
-        count = len(self._batches)
-        further = list(itertools.islice(self._further(number * count), count))
+        count, further = len(self._batches), list[Target]()
+        while len(further) < count and not self._ended:
+            index = number * count + len(further)
+            seed_everything(self._seed + index)
+            try:
+                further.append(self._target.batch(index))
+            except UsageError:  # there are no more, or the last one has another form
+                break
         place = self.varied[:1].count("initial weights")
         if len(further) == count:
             self._add("batches", place)
@@ -138,16 +129,6 @@ class OtherSeeds:
         if drawn is not None:
             self._add("rows of the batch", place)
         return [drawn or self._batches[0]]
-
-    def _further(self, first: int) -> Iterator[Target]:
-        for index in itertools.count(first):
-            if self._ended:
-                return
-            seed_everything(self._seed + index)
-            try:
-                yield self._target.batch(index)
-            except UsageError:  # there are no more, or the last one has another form
-                return
 
 
 @contextlib.contextmanager
@@ -217,11 +198,8 @@ def _alike(known: Tensor, new: Tensor) -> bool:
         return torch.equal(known, new) or (known.numel() < 2 and bool(new.any()) == bool(known.any()))
     if known.numel() < _LEAST:
         return True
-    ratios = [
-        (float(known.std() / new.std()), _FRESH_STD),
-        (float(known.abs().max() / new.abs().max()), _FRESH_MAX),
-    ]
-    return all(1 / limit <= ratio <= limit for ratio, limit in ratios)
+    of_std, of_max = float(known.std() / new.std()), float(known.abs().max() / new.abs().max())
+    return 1 / _FRESH_STD <= of_std <= _FRESH_STD and 1 / _FRESH_MAX <= of_max <= _FRESH_MAX
 
 
 def _with_other_rows(target: Target, generator: torch.Generator) -> Target | None:
@@ -234,11 +212,11 @@ def _with_other_rows(target: Target, generator: torch.Generator) -> Target | Non
     if len(sizes) != 1 or (rows := sizes.pop()) < 2:
         return None
     index = torch.randint(rows, (rows,), generator=generator)
-    args, kwargs, targets = map_tensors(batch, lambda tensor: _picked(tensor, index))
+
+    def picked(tensor: Tensor) -> Tensor:
+        if not tensor.ndim:
+            return tensor
+        return tensor.detach()[index.to(tensor.device)].requires_grad_(tensor.requires_grad)
+
+    args, kwargs, targets = map_tensors(batch, picked)
     return target._replace(args=args, kwargs=kwargs, targets=targets)
-
-
-def _picked(tensor: Tensor, index: Tensor) -> Tensor:
-    if not tensor.ndim:
-        return tensor
-    return tensor.detach()[index.to(tensor.device)].requires_grad_(tensor.requires_grad)

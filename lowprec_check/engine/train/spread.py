@@ -67,7 +67,13 @@ class Spread:
 
     def progress(self, run: Trajectory) -> list[float]:
         """After each step: Δw · Δw₃₂ / ‖Δw₃₂‖², the movement along that of fp32."""
-        return [self._progress(run, step) for step in range(1, min(run.steps, self._base.steps) + 1)]
+        found = []
+        for step in range(1, min(run.steps, self._base.steps) + 1):
+            reference = _moved(self._base, step).double()
+            product = float((_moved(run, step).double() * reference * self._samples.weights).sum())
+            square = float((reference.square() * self._samples.weights).sum())
+            found.append(_ratio(product, square, both_zero=1.0))
+        return found
 
     def moved(self, run: Trajectory) -> list[float]:
         """After each step: ‖Δw‖ / ‖Δw₃₂‖, how far the weights have moved in any direction, relative
@@ -154,16 +160,17 @@ class Spread:
         still = None
         if what == "progress":
             still = self._least_moved(run, step)[0]
-        parameter = still or self._furthest(run, step)
-        return structs.replace(crossed, parameter=parameter, stands_still=still is not None)
+        if still is not None:
+            return structs.replace(crossed, parameter=still, stands_still=True)
+        # Named is the parameter that adds most to the distance to fp32, if that is notable.
+        apart = {name: self._apart(run, step, part) for name, part in self._samples.slices.items()}
+        furthest = max(apart, key=lambda name: apart[name], default=None)
+        if furthest is not None and apart[furthest] ** 2 > NOTABLE * self._apart(run, step) ** 2:
+            return structs.replace(crossed, parameter=furthest)
+        return crossed
 
     def _distance(self, run: Trajectory, step: int) -> float:
         return _ratio(self._apart(run, step), self._norm(_moved(self._base, step)))
-
-    def _progress(self, run: Trajectory, step: int) -> float:
-        reference = _moved(self._base, step).double()
-        product = float((_moved(run, step).double() * reference * self._samples.weights).sum())
-        return _ratio(product, float((reference.square() * self._samples.weights).sum()), both_zero=1.0)
 
     def _moved(self, run: Trajectory, step: int) -> float:
         """How far all weights moved, relative to fp32; or one that moves in fp32 and not here."""
@@ -173,7 +180,13 @@ class Spread:
         """The parameter that moves least of those that move notably in fp32, and how far, relative
         to fp32, if it hardly moves while others do; else ``None``, and how far all weights moved.
         """
-        low, fp32 = (self._squares(_moved(each, step)) for each in (run, self._base))
+        # By parameter, the square of its way: the difference of sums up to its end and its start.
+        ends = torch.tensor([0, *(part.stop for part in self._samples.slices.values())])
+        squares = []
+        for each in (run, self._base):
+            moved = _moved(each, step).double().square() * self._samples.weights
+            squares.append(torch.cat([torch.zeros(1).double(), moved.cumsum(0)])[ends].diff())
+        low, fp32 = squares
         total = _ratio(float(low.sum()) ** 0.5, float(fp32.sum()) ** 0.5, both_zero=1.0)
         # One that hardly moves in fp32 either says nothing.
         notable = fp32 > NOTABLE * fp32.sum()
@@ -184,19 +197,6 @@ class Spread:
         if ratios[least] >= STILL:
             return None, total
         return list(self._samples.slices)[least], float(ratios[least])
-
-    def _squares(self, values: Tensor) -> Tensor:
-        """By parameter, the sum of the squares of ``values``."""
-        # Sums up to the end of each parameter; their differences are the parameters' own.
-        ends = torch.tensor([0, *(part.stop for part in self._samples.slices.values())])
-        sums = torch.cat([torch.zeros(1).double(), (values.double().square() * self._samples.weights).cumsum(0)])
-        return sums[ends].diff()
-
-    def _furthest(self, run: Trajectory, step: int) -> str | None:
-        """The parameter that adds most to the distance to fp32, if at least :data:`NOTABLE`."""
-        parts = {name: self._apart(run, step, part) for name, part in self._samples.slices.items()}
-        name = max(parts, key=lambda each: parts[each], default=None)
-        return name if name is not None and parts[name] ** 2 > NOTABLE * self._apart(run, step) ** 2 else None
 
     def _apart(self, run: Trajectory, step: int, part: slice = slice(None)) -> float:
         return self._norm((_moved(run, step) - _moved(self._base, step))[part], part)

@@ -91,10 +91,7 @@ class TrainingStep:
     def restart(self) -> None:
         """Forget the state of the optimizer, of the loss scale and of the average."""
         scale, device = self.way.scale, self._ready.device.type
-        if scale is None:
-            self.scaler = None
-        else:
-            self.scaler = torch.amp.GradScaler(device, init_scale=scale)
+        self.scaler = None if scale is None else torch.amp.GradScaler(device, init_scale=scale)
         # Several optimizers: each gets a part of its own, with the parameters that are its.
         optimizer: Any = self.target.optimizer
         models, makes = [self.model], [optimizer]
@@ -109,14 +106,8 @@ class TrainingStep:
             for model, make in zip(models, makes, strict=True)
         ]
         """What updates the weights, by optimizer."""
-        if len(self.parts) == 1:
-            self.updates = self.parts[0]
-        else:
-            self.updates = _Together(self.parts)
-        if self.target.average is None:
-            self.average = None
-        else:
-            self.average = self.target.average(self.model)
+        self.updates = self.parts[0] if len(self.parts) == 1 else _Together(self.parts)
+        self.average = None if self.target.average is None else self.target.average(self.model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepResult:
         """Do one step on a batch, prepared by ``ready.inputs``."""
@@ -136,8 +127,10 @@ class TrainingStep:
                 self.phase = "optimizer"
                 self.parts[self.number].step()
                 self.on_update()
+                # A ``GradScaler`` skips the step of an optimizer whose gradients are not finite.
                 if self.scaler is not None and len(self.parts) > 1:
-                    is_skipped = not self._is_finite()
+                    gradients = [p.grad for p in self.updated.values() if p.grad is not None]
+                    is_skipped = not all(bool(gradient.isfinite().all()) for gradient in gradients)
                     self._done |= set() if is_skipped else {(index, self.number)}
             outputs.append(output)
             losses.append(loss.detach())
@@ -174,11 +167,6 @@ class TrainingStep:
     def updated(self) -> dict[int, nn.Parameter]:
         """The parameters of the optimizer that makes its step, by id."""
         return {id(parameter): parameter for parameter in self.parts[self.number].parameters}
-
-    def _is_finite(self) -> bool:
-        """Whether the gradients are finite after a step: a ``GradScaler`` skips it otherwise."""
-        gradients = [parameter.grad for parameter in self.updated.values()]
-        return all(bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None)
 
     def weights(self) -> dict[int, Tensor]:
         """The trained weights, or their copies with more bits, by the id of the parameter."""
@@ -254,11 +242,6 @@ def batches_of(target: Target, count: int) -> list[Target]:
         except NoBatchError:  # fixed inputs, or the end of a loader
             break
     return batches
-
-
-def step_seed(seed: int, number: int) -> int:
-    """The seed of a step, the same in every precision, whatever the steps before it drew."""
-    return seed + 1_000_003 * number
 
 
 # -- Several steps
@@ -393,7 +376,8 @@ class Loop:
         """The inputs of a step, with the seeds and the targets set."""
         batch = self._batches[number % len(self._batches)]
         self._step.targets = batch.targets
-        seed_everything(step_seed(self._seed, number))
+        # The same in every precision, whatever the steps before it drew.
+        seed_everything(self._seed + 1_000_003 * number)
         return self._ready.inputs(batch.args, batch.kwargs)
 
     def _keep(self) -> None:
