@@ -1,7 +1,6 @@
 """The search for a patch of the user's source: changes are tried together, needed ones kept.
 
-No code of the user's runs in this process: each trial is a session of its own, which loads the
-changed source.
+No code of the user's runs here: each trial is a session of its own, with the changed source.
 """
 
 from __future__ import annotations

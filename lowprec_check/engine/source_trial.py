@@ -51,8 +51,7 @@ Grown = Iterator[SourceTrial]
 class PlainTrial:
     """A trial of a source: plain runs in fp32 and each precision, in a session."""
 
-    fp32: Run
-    """The reference of the scan, without its op calls."""
+    fp32: Run  # the reference of the scan, without its op calls
     goal: Goal
     """``glance``: which pass. ``proof``: and further inputs, fp32's bits. ``step``: or analysis."""
     passing: tuple[str, ...] = ()
@@ -96,8 +95,7 @@ class Look:
     """What the expressions of a source with probes give in fp32 and in each precision."""
 
     device: str
-    first: bool
-    """Whether it is the original, whose bits in fp32 are taken twice."""
+    first: bool  # whether it is the original, whose bits in fp32 are taken twice
 
     def __call__(self, source: TargetSource, isolation: Isolation | None, options: ScanOptions) -> Grown:
         """What was found."""
@@ -116,8 +114,7 @@ class ScriptTrial:
     path: str
     arguments: tuple[str, ...]
     steps: int
-    twice: bool
-    """Whether the steps in fp32 are made twice, to see whether they give the same."""
+    twice: bool  # whether the steps in fp32 are made twice, to see whether they give the same
 
     def __call__(self, source: TargetSource, isolation: Isolation | None, options: ScanOptions) -> Grown:
         """What was found."""

@@ -66,8 +66,7 @@ def keep_dynamo_out(code: types.CodeType) -> None:
         frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
 
 
-# Since this release the key of torch's files of compiled graphs contains the dtype of autocast;
-# before (2.8, 2.11), torch used the graph of bf16 for fp16.
+# The first torch whose files of compiled graphs tell bf16 from fp16 autocast (2.11 does not).
 AUTOCAST_IN_KEY = (2, 13)
 
 

@@ -318,9 +318,7 @@ def generator_states() -> list[Any]:
 
 def default_generator(device: Any = None) -> torch.Generator:
     """The generator of torch for ``device``, by default that of the CPU."""
-    if device is None:
-        device = "cpu"
-    device = torch.device(device)
+    device = torch.device("cpu" if device is None else device)
     generators = getattr(getattr(torch, device.type, None), "default_generators", None)
     if not generators:
         return torch.default_generator

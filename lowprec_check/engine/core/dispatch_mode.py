@@ -64,8 +64,7 @@ class DispatchMode(TorchDispatchMode):
     tensors, such as nested ones, is not composite.
 
     Inside a handler torch turns autocast off. :func:`run_op` turns it on again for ops whose
-    kernels autocast reaches without a mode, such as ``affine_grid`` or a custom op written in
-    Python.
+    kernels autocast reaches without a mode: ``affine_grid``, or a custom op in Python.
     """
 
     supports_higher_order_operators = True
@@ -191,8 +190,7 @@ class CalledFunctions:
     """
 
     def __init__(self) -> None:
-        # Those called now for which autocast has a kernel, the innermost last; ``""`` for one of
-        # another package.
+        # Those called now that autocast has a kernel for, the innermost last; ``""``: not torch's.
         self._names: list[str] = []
         # The call that was being made when profiling started, until it ends.
         self._missed: RunningCall | None = None
@@ -301,11 +299,9 @@ def run_inside(
     kwargs: dict[str, Any],
     active: Callable[[], AbstractContextManager[Any]],
 ) -> Any:
-    """In a mode's handler: run a higher-order op with an :func:`eager_kernel` while the mode is
-    ``active``.
+    """In a mode's handler: run a higher-order op, with its mode ``active`` around its kernel.
 
-    Around the whole kernel, or, if the kernel refuses modes (``cond``, ``scan``), around the
-    functions it is given.
+    If the :func:`eager_kernel` refuses modes (``cond``, ``scan``), around the functions it gets.
     """
     kernel = eager_kernel(func)
     while isinstance(kernel, functools.partial):
@@ -341,8 +337,7 @@ class _Inside:
         return repr(self._function)
 
 
-# torch 2.6 refuses to run higher-order ops under a mode that it does not know; later releases look
-# at the attribute ``supports_higher_order_operators``.
+# torch 2.6, which does not look at this attribute, refuses higher-order ops under our modes.
 if not hasattr(TorchDispatchMode, "supports_higher_order_operators"):
     owner: Any = HigherOrderOperator
     refusing: Any = owner.dispatch

@@ -19,8 +19,7 @@ EXPLICIT_NONFUNCTIONAL = torch._C.DispatchKey.CompositeExplicitAutogradNonFuncti
 IN_PLACE = torch._C.DispatchKey.ADInplaceOrView
 """The key that counts writes (``_version``) and tracks views."""
 
-# Whether a write in the body of a ``torch.library.custom_op`` counts besides the one of the op: in
-# torch 2.13, not in 2.11.
+# Whether a write in the body of a ``custom_op`` counts besides the op's: in torch 2.13, not 2.11.
 _COUNTS_WRITES_INSIDE = hasattr(CustomOpDef, "_register_mutation_version_bump")
 _OF_TORCH = ("aten", "prims", "prim")
 _BACKENDS = ("CPU", "CUDA", "XPU", "MPS", EXPLICIT.name, EXPLICIT_NONFUNCTIONAL.name)

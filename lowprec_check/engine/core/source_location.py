@@ -29,8 +29,7 @@ _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 class SourceLines(NamedTuple):
     """Where an op was called, as ``file.py:line``."""
 
-    source: str | None
-    """The innermost line that is not torch's; ``None`` if there is none."""
+    source: str | None  # the innermost line that is not torch's; ``None`` if there is none
     caller: str | None = None
     """The innermost line of the user's own files, if ``source`` is in a package; ``""`` if none."""
     span: str | None = None

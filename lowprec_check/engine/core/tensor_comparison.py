@@ -36,10 +36,8 @@ class TensorComparison(NamedTuple):
     introduced_nan: int
     flushed: float | None
     """Share of the first reference's non-zeros that underflowed to 0; ``None`` if not requested."""
-    rms: float | None = None
-    """Root mean square of the first reference; ``None`` without one."""
-    elements: int = 0
-    """Number of elements that were compared; a complex one counts as two."""
+    rms: float | None = None  # root mean square of the first reference; ``None`` without one
+    elements: int = 0  # number of elements that were compared; a complex one counts as two
     subnormal: float | None = None
     """Share of the first reference's non-zeros below the dtype's smallest normal, if requested."""
 
@@ -99,9 +97,8 @@ Figure = Tensor | Norm
 
 
 class UnreadComparison:
-    """A comparison whose figures an accelerator still computes: nothing here waits for them. It
-    holds tensors that must not be written to before the figures are read: special cases reread
-    them.
+    """A comparison whose figures an accelerator still computes: nothing here waits for them. The
+    tensors it holds must not be written to before that: special cases read them again.
     """
 
     def __init__(self, out: Tensor, references: Sequence[Tensor], *, count_flushed: bool) -> None:
@@ -152,11 +149,10 @@ def ratio(difference: float, reference: float) -> float:
 
 
 def _reduce(part: Tensor, wide: Tensor, references: list[Tensor]) -> list[float]:
-    """Minimum and maximum of ``part``; for each reference the squares of the difference and of
-    itself. ``wide`` are the same values in a wider dtype; in 16 bits, the range takes half the
-    memory.
+    """Minimum and maximum of ``part``, whose values ``wide`` has in a wider dtype; for each
+    reference the squares of the difference and of itself.
     """
-    numbers = [*(part if part.dtype.itemsize == 2 else wide).aminmax()]
+    numbers = [*(part if part.dtype.itemsize == 2 else wide).aminmax()]  # 16 bits: half the memory
     for reference in references:
         if wide.dtype != reference.dtype:
             wide = wide.to(reference.dtype)
@@ -179,8 +175,7 @@ class SmallValues(NamedTuple):
     nonzero: int = 0  # all that are not zero
     subnormal: int = 0
     """Those below the dtype's smallest normal number: they have fewer digits there, or are zero."""
-    flushed: int = 0
-    """Those below its smallest number that are zero in the dtype: underflow."""
+    flushed: int = 0  # those below its smallest number that are zero in the dtype: underflow
 
     def shares(self) -> tuple[float, float]:
         """The shares of the non-zeros that are flushed, and that are subnormal."""

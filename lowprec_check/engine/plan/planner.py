@@ -116,8 +116,19 @@ def growing_planning(source: TargetSource, isolation: Isolation | None, options:
             raise UsageError(f"The metric of the fp32 model is not a finite number{why}.", "Fix the function `metric`.")
         objective = Objective(references[0], metric=options.use_metric, max_drop=options.max_drop)
         proposer = Proposer(batches, objective, Limits(seconds=options.seconds))
+        backend = replaced([options.backend])[0][0]
+        runs = [
+            [batch.run(name, backend, measured=batch is batches[0], instrumented=False) for batch in batches]
+            for name in options.bases()
+        ]
+        found = proposer.propose_each(runs)
+        # All bases without changes if one of them passes; else a search for each.
+        if any(map(proposer.passes_as_it_is, runs)):
+            timed = batches[0].time([of_base[0] for of_base in runs]).runs[1:]
+            pairs = zip(timed, runs, strict=True)
+            found = (proposer.without_search([first, *of_base[1:]]) for first, of_base in pairs)
         proposals: list[Proposal] = []
-        for proposal in _search_bases(batches, proposer, options):
+        for proposal in found:
             proposals.append(proposal)
             winner = best(proposals)
             yield Planning(
@@ -127,20 +138,6 @@ def growing_planning(source: TargetSource, isolation: Isolation | None, options:
                 attempts=[tried.attempt for tried in proposals],
                 plan=make_plan(winner, proposer, machine.environment, source.name) if winner is not None else None,
             )
-
-
-def _search_bases(batches: Sequence[TargetRuns], proposer: Proposer, options: PlanOptions) -> Iterator[Proposal]:
-    """All bases without changes if one of them passes; else a search for each."""
-    backend = replaced([options.backend])[0][0]
-    runs = {
-        name: [batch.run(name, backend, measured=batch is batches[0], instrumented=False) for batch in batches]
-        for name in options.bases()
-    }
-    if any(proposer.passes_as_it_is(of_base) for of_base in runs.values()):
-        timed = batches[0].time([of_base[0] for of_base in runs.values()]).runs[1:]
-        runs = {name: [first, *of_base[1:]] for (name, of_base), first in zip(runs.items(), timed, strict=True)}
-        return (proposer.without_search(of_base) for of_base in runs.values())
-    return proposer.propose_each(runs.values())
 
 
 def make_plan(proposal: Proposal, proposer: Proposer, machine: dict[str, Any], name: str) -> Plan:

@@ -93,8 +93,7 @@ class Proposal:
     run: Run | None = None
     """The base with modules kept, as a ``plan`` run; its error is the worst of all batches."""
     minimal: bool = False
-    untried: Keep = ()
-    """Modules of the plan that were not tried in low precision, each alone."""
+    untried: Keep = ()  # modules of the plan that were not tried in low precision, each alone
     stopped: str | None = None
     evidence: tuple[Run, ...] = ()
     """The runs that were analyzed op by op, first that of the base without kept modules."""
@@ -121,7 +120,7 @@ class Proposer:
             outcome = "not searched: another base passes without changes"
             return Proposal(attempt=self.objective.attempt(worst, outcome=outcome))
         run = msgspec.structs.replace(runs[0], precision=PLAN, base=worst.precision, output_error=worst.output_error)
-        speedup = _speedup(run, self.fp32)
+        speedup = speed(run, [self.fp32]).told_ratio
         attempt = self.objective.attempt(worst, kept=0, speedup=speedup, outcome="passes without changes")
         return Proposal(attempt=attempt, run=run, minimal=True, evidence=tuple(runs))
 
@@ -207,7 +206,7 @@ class _Search:
                 "kept": number_of(result.keep, self.names),
                 "predicted": self.trials.predicted.get(result.keep),
                 "proven": _error(run),
-                "speedup": _speedup(run, fp32),
+                "speedup": speed(run, [fp32]).told_ratio,
             }
         attempt |= {
             "first_pass": self.trials.first_pass,
@@ -333,11 +332,6 @@ def _error(run: Run) -> float | None:
     """rel_l2 of the output, if it is finite."""
     error = run.output_error.rel_l2 if run.output_error else None
     return error if error is not None and math.isfinite(error) else None
-
-
-def _speedup(run: Run, fp32: Run) -> float | None:
-    """How many times as fast as ``fp32`` a run is; ``None`` if that cannot be told."""
-    return speed(run, [fp32]).told_ratio
 
 
 def called_modules(model: nn.Module, runs: Sequence[Run]) -> dict[str, str]:

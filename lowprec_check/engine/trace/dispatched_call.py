@@ -182,8 +182,7 @@ class DispatchedCall:
         for index, name in slots:
             value = self.args[index] if index < len(self.args) else self.kwargs.get(name)
             if isinstance(value, Tensor) and name in ("min", "max") and value.device.type == "cpu" and not value.ndim:
-                # A bound that a function made a tensor, as ``cosine_similarity`` does; on an
-                # accelerator, reading it would wait.
+                # A bound that ``cosine_similarity`` made a tensor; accelerators would have to wait.
                 value = float(value) if value.dtype in (torch.float32, torch.float64) else None
             for number in value if isinstance(value, (list, tuple)) else [value]:
                 if isinstance(number, (int, float)) and number:
@@ -199,8 +198,7 @@ def named_arguments(func: OpOverload, args: Args, kwargs: Kwargs) -> dict[str, A
     return dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
 
 
-# Kernels for 16 bits only. In fp32 the first raises, and the second returns wrong values (torch
-# 2.11, H200).
+# Kernels for 16 bits only: in fp32 the first raises, the second is wrong (torch 2.11, H200).
 ATTENTION_IN_16_BITS = ("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_cudnn_attention")
 
 
@@ -208,8 +206,7 @@ def run_wide(call: DispatchedCall, args: Args, kwargs: Kwargs) -> list[Tensor]:
     """The results of the op on other arguments, in the order of :meth:`DispatchedCall.results`.
 
     An attention kernel for 16 bits is replaced by the function that chooses a kernel, which returns
-    its output alone. Raises ``RuntimeError`` for a derivative that reads bytes which the forward op
-    left in the layout of the low precision.
+    its output alone. Raises ``RuntimeError`` for a derivative that reads a workspace in 16 bits.
     """
     if call.traits.workspaces and any(map(is_narrow, call.inputs)):
         for value in (call.args[index] for index in call.traits.workspaces if index < len(call.args)):
@@ -236,8 +233,7 @@ def _attention_by_any_kernel(named: dict[str, Any], mask: Tensor | None, **optio
 
 # -- with derivatives
 
-# A replacement counts only if its results are this close to the op's, relative to the largest
-# value; otherwise the op runs as it is.
+# A replacement counts only if its results are this close to the op's, relative to the largest.
 _CLOSE = 1e-4
 
 

@@ -1,10 +1,8 @@
-"""Records the ops on the reference's tensors with the error each adds, and follows these to the
-output.
+"""Records the ops on the reference with the error that each adds, and follows it to the output.
 
 The tape works below autograd, on storages, whether the model disables gradients, writes in place or
-returns views. Each op has a graph of its own, from detached inputs to outputs;
-:meth:`ErrorTape.backward` connects them through one gradient per live storage, as :mod:`twins`
-connects values.
+returns views. Each op has a graph of its own, from detached inputs to outputs. One gradient per
+live storage connects them in :meth:`ErrorTape.backward`, as :mod:`twins` connects values.
 """
 
 from __future__ import annotations
@@ -62,8 +60,7 @@ class TapedOp(NamedTuple):
     reads: tuple[Read, ...]
     returned: tuple[Read, ...]  # where the model returns its results
     narrow: bool  # whether its results are narrower than fp32
-    by: tuple[Tensor | None, ...]
-    """By each of its errors, in the order in which they were recorded."""
+    by: tuple[Tensor | None, ...]  # by each of its errors, in the order in which they were recorded
     energies: tuple[Tensor, Tensor] | None
     """As :attr:`Read.energy`, of rounding its results in the run, and the reference's; ``None``: no
     rounding. The first is smaller if the op hardly changes values that are rounded already.

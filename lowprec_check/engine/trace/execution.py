@@ -1,8 +1,7 @@
 """Runs an op as given, or in fp32 where its kernel is too slow; finds a result if it fails.
 
 So one pass finds all gaps. A failure is classified by rerunning the call with its dtypes unified,
-widened to fp32, or on the CPU. The error message, which changes between versions of torch, only
-selects the name of the failure.
+widened to fp32, or on the CPU. Its message, which changes between versions of torch, only names it.
 """
 
 from __future__ import annotations
@@ -111,11 +110,12 @@ class Execution:
 
     def run(self, call: DispatchedCall) -> Any:
         """Run ``call`` and return its result; sets its ``seconds`` and ``outcome``."""
-        retry = self._retry(call) if self._emulation.includes(call) else None
-        if (
-            retry is not None and retry.low_precision and not retry.mixed
-        ):  # a mismatch of dtypes fails whatever the time
-            # Compute the op in fp32, which serves for the local error too, and round the result.
+        retry = None
+        if self._emulation.includes(call):
+            retry = self._retry(call)
+        # Compute the op in fp32, which serves for the local error too, and round the result; but a
+        # mismatch of dtypes fails whatever the time.
+        if retry is not None and retry.low_precision and not retry.mixed:
             call.outcome = "emulated"
             with torch._C._DisableAutocast():
                 try:
@@ -322,8 +322,7 @@ class PendingComplex:
     """Complex results of rescues, which stay complex64 until an op makes them real again.
 
     There is no complex bf16, and few kernels support complex fp16. So the result of a rescued
-    ``torch.fft.rfft`` stays complex64 (*pending*); the first real value computed from it is cast to
-    ``low``.
+    ``torch.fft.rfft`` stays complex64 (*pending*); the first real value from it is cast to ``low``.
     """
 
     def __init__(self, twins: Twins, low: torch.dtype) -> None:
@@ -363,9 +362,8 @@ class PendingComplex:
 class SolverFailures:
     """Factorizations whose output ``info`` reports a failure on the low-precision values only.
 
-    The error is raised later: ``torch.linalg.cholesky`` calls ``linalg_cholesky_ex`` and then
-    ``_linalg_check_errors(info)``, which raises. Where the reference's ``info`` reports success,
-    the run continues with the reference's factors.
+    ``torch.linalg.cholesky`` calls ``linalg_cholesky_ex``, then ``_linalg_check_errors(info)``,
+    which raises. If the reference's ``info`` reports success, the run continues with its factors.
     """
 
     def __init__(self, twins: Twins, journal: Journal) -> None:

@@ -154,8 +154,7 @@ class BackwardFailures:
         """Functions to call on widened inputs, and what their derivatives raised otherwise."""
         self.unproven: str | None = None
         """A function whose derivative fails on widened inputs too: the dtype is not the cause."""
-        # The numbers of the nodes that each call created, the first and the one after the last, and
-        # the name of the function.
+        # The nodes that each call created, the first and the one after the last, and its function.
         self._calls: list[tuple[int, int, str]] = []
         # The number of the node that was evaluated last.
         self._node: int | None = None

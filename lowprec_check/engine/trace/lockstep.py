@@ -210,8 +210,7 @@ class Lockstep:
     def follow_random(
         self, call: DispatchedCall, outputs: list[Tensor], state: GeneratorState, own: tuple[Args, Kwargs]
     ) -> list[Tensor | None]:
-        """Give the reference the run's random numbers; ``own``: the arguments, widened before the
-        run.
+        """Give the reference the run's random numbers; ``own``: arguments widened before the run.
 
         Returns what each of ``outputs`` would be without rounding; ``None`` for those not known.
         """
@@ -281,11 +280,10 @@ def has_drawn(call: DispatchedCall, state: GeneratorState | None) -> bool:
 
 
 def followed(low: Tensor, reference: Tensor, widened: Tensor) -> Tensor:
-    """The reference of one output ``low`` of a random call.
+    """The reference of one output ``low`` of a random call; indices and booleans are the run's.
 
     ``reference`` and ``widened`` are the outputs of the op in fp32 from the same generator state:
-    on the inputs of the reference, and on the call's own inputs, widened. Indices and booleans are
-    those of the run.
+    on the inputs of the reference, and on the call's own inputs, widened.
     """
     if not is_float(low):
         return low

@@ -117,9 +117,8 @@ class MagnitudeSamples:
 
 
 def sample(values: Tensor) -> Tensor:
-    """A copy of ``values``, or of at most :data:`~lowprec_check.schema.measures.SAMPLE` of them,
-    one-dimensional. The distance between them has no factor in common with their number, so that it
-    falls on every channel.
+    """A flat copy of ``values``, or of at most :data:`~lowprec_check.schema.measures.SAMPLE` of
+    them: their distance has no factor in common with their number, so that all channels are met.
     """
     if values.requires_grad:
         values = values.detach()

@@ -1,8 +1,7 @@
 """From which op each Inf or NaN comes, element by element, and whether it reaches the output.
 
 An op with Inf or NaN in its inputs runs again in fp32, with those of one origin at a time; with
-none of them, what it adds itself shows. So an Inf that is masked, clamped or divided away ends
-there.
+none, what it adds itself shows. So an Inf that is masked, clamped or divided away ends there.
 """
 
 from __future__ import annotations

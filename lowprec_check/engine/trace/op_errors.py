@@ -1,8 +1,6 @@
-"""The errors of an op call: what it adds itself (local), and how far its outputs are from the
-reference's.
+"""The errors of an op call: what it adds itself, and how far it is from the reference.
 
-For the local error, the op runs again on its own low-precision inputs, widened; the difference is
-what this op adds.
+For what it adds, its local error, the op runs again on its own low-precision inputs, widened.
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ from lowprec_check.engine.trace.pending_figures import Pending
 from lowprec_check.engine.trace.twins import Region, Twins, region_of
 from lowprec_check.schema.op_calls import OpCall
 
-# A sum that is this part of the norm of what it adds is what rounding leaves of zero in fp32: a few
-# roundoffs of 6e-8 for each element.
+# A sum that is this part of the norm of what it adds is zero but for rounding in fp32.
 ROUNDING = 1e-5
 
 # Ops whose outputs of one dimension are sums over their first input.
@@ -39,12 +36,10 @@ class OpErrors:
     """Fills in rows: local and accumulated error, range, flips, repeated casts.
 
     ``local`` enables local errors, ``count_flushed`` the share of values that underflow to zero.
-    ``flipped`` is called with an op whose integer or boolean output differs from the reference's,
-    its outputs, and this output.
+    ``flipped`` gets a factorization, its outputs, and its ``info`` that is not the reference's.
 
     Comparisons are stored for the part of a storage that was compared. An op that reads another
-    part (a chunk of a fused projection, a tensor of which a slice was overwritten) compares that
-    part.
+    one, a chunk of a fused projection or a tensor with an overwritten slice, compares that.
     """
 
     def __init__(
@@ -57,8 +52,7 @@ class OpErrors:
     ) -> None:
         self._lockstep, self._twins, self._figures = lockstep, lockstep.twins, lockstep.figures
         self._flipped, self._local, self._count_flushed = flipped, local, count_flushed
-        # By ``id`` of the row: calls with several outputs, none of them used yet, with the
-        # comparison of the first.
+        # By ``id`` of the row: calls with several outputs, none used yet; the first's comparison.
         self._unused: dict[int, tuple[OpCall, Callable[[], TensorComparison]]] = {}
 
     def of_input(self, tensor: Tensor) -> Pending[TensorComparison] | None:
@@ -68,9 +62,10 @@ class OpErrors:
             return None
         region = region_of(tensor)
         pending = twin.compared.get(region)
-        filled = _filled(region) if pending is None else None
-        if filled is not None:  # maybe compared with the same elements in another order
-            pending = next((known for other, known in twin.compared.items() if _filled(other) == filled), None)
+        if pending is None:  # maybe the same elements were compared in another order
+            filled = _filled(region)
+            same = (known for other, known in twin.compared.items() if _filled(other) == filled)
+            pending = next(same, None) if filled else None
         # Its row gets the errors of the outputs that are used.
         if twin.unused is not None:
             row, compared = twin.unused
@@ -99,8 +94,7 @@ class OpErrors:
     def measure(
         self, call: DispatchedCall, outputs: list[Tensor], widened: tuple[Args, Kwargs] | None, row: OpCall
     ) -> float | None:
-        """Advance the reference by ``call`` and fill in ``row``; ``widened`` are its widened
-        arguments.
+        """Advance the reference by ``call`` and fill in ``row``; ``widened``: widened arguments.
 
         Returns the seconds that the op alone took in fp32, ``None`` if it failed on the reference's
         tensors: on its own inputs, widened, if it ran on these. Results of the reference stay on
@@ -152,8 +146,7 @@ class OpErrors:
         against, own = [reference], call.widened_outputs
         if own is not None and index < len(own) and own[index].shape == out.shape:
             against.append(own[index])
-        # Only the first output: others, such as the mean that a norm saves, may be near zero
-        # without underflow.
+        # Only in the first output: the mean that a norm saves may be near zero without underflow.
         pending = self._figures.compare(out, against, count_flushed=self._count_flushed and index == 0)
         twin = self._twins.find_or_add(out)
         twin.compared, twin.unused = {region_of(out): pending}, None
@@ -229,8 +222,10 @@ class OpErrors:
 def _filled(region: Region) -> tuple[int, int] | None:
     """The start and the number of elements of a region without gaps; ``None`` if it has some."""
     shape, stride, offset = region
-    count, spanned = math.prod(shape), 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    return (offset, count) if count == spanned else None
+    spanned = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    if math.prod(shape) == spanned:
+        return offset, spanned
+    return None
 
 
 def _without_repeats(tensor: Tensor) -> Tensor:

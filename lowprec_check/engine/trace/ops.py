@@ -30,21 +30,17 @@ class OpTraits(NamedTuple):
     name: str  # ``aten.mm.default``
     packet: str  # ``aten::mm``
     of_torch: bool  # is torch's own, not another package's
-    skipped: bool
-    """Allocates without writing, or reads metadata: nothing to compare."""
+    skipped: bool  # allocates without writing, or reads metadata: nothing to compare
     view: bool
     """Returns an alias and writes nothing, or changes how a tensor shows its storage (``t_``)."""
     mutable: bool
     written: tuple[int | str, ...]  # positions and names of the arguments that the op writes to
     random: bool
     """Has the tag of ops that use random numbers; attention with a dropout of 0 has it too."""
-    may_draw: bool
-    """Is ``random``, or another package's, which need not declare it."""
-    in_training: bool
-    """Writes only in training mode, its argument number :data:`TRAINING`."""
+    may_draw: bool  # is ``random``, or another package's, which need not declare it
+    in_training: bool  # writes only in training mode, its argument number :data:`TRAINING`
     moves: bool  # does no arithmetic
-    casts: bool
-    """``_to_copy`` and the like: the local error is what the cast loses."""
+    casts: bool  # ``_to_copy`` and the like: the local error is what the cast loses
     selects: bool
     calls_ops: bool  # its kernel calls other ops, to which autocast applies
     computes: bool
@@ -52,8 +48,8 @@ class OpTraits(NamedTuple):
     number_slots: tuple[tuple[int, str], ...]
     """Positions and names of arguments for a number that it takes in the dtype of its tensors."""
     workspaces: tuple[int, ...]
-    """Positions of what the forward op left for its derivative: with inputs in fp32, oneDNN's LSTM
-    reads and writes past its end.
+    """Positions of what the forward op left for its derivative: in fp32, oneDNN's LSTM reads and
+    writes past its end.
     """
 
 
@@ -136,8 +132,7 @@ _RESIZES = _aten("resize_", "resize_as_", "set_", "rename_")
 # Ops of torch whose kernels call other ops, to which autocast applies.
 _FUSED = _aten("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
 
-# Ops that return (values, indices): the reference's values are gathered along ``dim`` by the
-# indices chosen here.
+# Ops that return (values, indices): the reference takes its values at the indices chosen here.
 _SELECTIONS = _aten("topk", "sort", "max", "min", "median", "nanmedian", "kthvalue", "mode", "cummax", "cummin")
 
 # They take a number in the dtype of the tensor: ``0 < 1e-8`` is false in fp16.

@@ -29,8 +29,7 @@ MOST_SHARES = 200
 LEAST_SHARE = 1e-4
 """Smaller shares are not listed."""
 
-# If the sizes of the shares add up to this many times their sum, errors cancel each other, and
-# shares are those of energy.
+# If the sizes of shares add up to this many times their sum, errors cancel: energy is shared then.
 _CANCELLING = 3.0
 
 # Below this share of rounding, chance does not matter: other errors are the same in every run.
@@ -142,9 +141,8 @@ def _budget_of(leaf: _Leaf, tape: ErrorTape, modules: Collection[str], *, autoca
     total = along.sum(0)
     explained = float(total[0]) / error_norm
 
-    # The share of each change is its part along the error of the output. Where errors cancel each
-    # other, as in an output of few numbers, that is a matter of chance: there it is the part of its
-    # expected square.
+    # The share of each change is its part along the error of the output. Where errors cancel, as in
+    # an output of few numbers, that is a matter of chance: there its expected square counts.
     parts = along[:, 0] / error_norm
     if len(parts) and float(parts.abs().sum()) > _CANCELLING * abs(explained):
         energy = along[:, 0].square() + along[:, 1:].square().mean(1)
@@ -195,8 +193,7 @@ class _Places:
         self._kept[module] = kept
         places = [(index, kind) for index in kept.ops for kind in (0, 1) if (index, kind) in self._shares]
         gone = math.fsum(self._shares[place] * self._part(module, *place) for place in places)
-        # Outside this range it is not independent of the other errors: at best, what goes has no
-        # other component.
+        # Outside this range it depends on the other errors: at best, what goes has no other part.
         if not 0.0 <= gone <= 1.0:
             gone *= 2.0 - gone
         self._gone[module] = gone
@@ -221,8 +218,7 @@ class _Places:
             own = self._part(row.module, index, kind)
             if kind and own < 1.0:
                 row.leaving = (row.leaving or 0.0) + share * (1.0 - own)
-            # What goes with a module already does not count for those around it; the rest counts
-            # for the model itself.
+            # What goes with a module does not count again around it; the rest is the model's own.
             done = 0.0
             innermost_path = first.get(index, "")
             for path in (innermost_path, *paths_above(innermost_path), ""):
@@ -266,8 +262,7 @@ NOT_DENSE = "errors cannot be followed to the sparse or nested tensor that the m
 class Returned(NamedTuple):
     """One tensor of an output."""
 
-    tensor: Tensor
-    """On the storage that the ops of the model wrote, if ``lost`` is ``None``."""
+    tensor: Tensor  # on the storage that the ops of the model wrote, if ``lost`` is ``None``
     compared: Tensor
     """As it is compared with fp32's; the same object, unless its dtype is converted."""
     lost: str | None = None  # why no error can be followed to it, in words

@@ -28,8 +28,7 @@ class Places:
 
     A node of the autograd graph has the sequence number that was current when its op was called in
     the forward pass. The ops that its backward calls belong to the module and the line noted for
-    this number. ``phase`` returns the part of the step that runs; without it, only the forward pass
-    runs, and nothing is noted.
+    it. ``phase`` returns the part of the step that runs; without it, only a forward pass runs.
     """
 
     def __init__(self, stack: ModuleStack, phase: Callable[[], Phase] | None = None) -> None:

@@ -37,8 +37,7 @@ class OutOfRange(NamedTuple):
     """A place at which values leave the range of a format, at one end."""
 
     becomes: Literal["Inf", "zero"]
-    amount: float
-    """How many become Inf, or the share that becomes zero, in the worst call."""
+    amount: float  # how many become Inf, or the share that becomes zero, in the worst call
     place: Place
 
 
@@ -71,8 +70,7 @@ def try_places(
     seed: int,
     seconds: float,
 ) -> list[RangeTrial]:
-    """A trial of each place while ``seconds`` last: the fp32 model ``ready`` with ``dtype``'s Inf
-    and zeros.
+    """Try each place while ``seconds`` last: the fp32 model ``ready`` with the range of ``dtype``.
 
     ``fp32`` are the tensors in its output. A place at which nothing leaves the range in fp32 is
     left out; those of ops that fp32 does not call, such as casts of autocast, are not tried.

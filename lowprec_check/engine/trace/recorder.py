@@ -41,8 +41,7 @@ T = TypeVar("T")
 class Recorder(DispatchMode):
     """Records what a model dispatches, in a run of dtype ``low``; the caller seeds ``lockstep``.
 
-    ``timed`` enables op times; they are meaningless on an accelerator, where a call returns before
-    its work is done.
+    ``timed`` enables op times; on an accelerator, a call returns before its work is done.
     """
 
     def __init__(
@@ -255,8 +254,7 @@ _LIKE = frozenset(
 class DataFlow:
     """The op call that last wrote each live storage: how modules are connected.
 
-    Views need no handling, and an op that writes in place reads what it changes, so that a chain of
-    writes stays connected.
+    Views need no handling. An op in place reads what it changes, which connects a chain of writes.
     """
 
     def __init__(self) -> None:

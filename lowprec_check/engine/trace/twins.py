@@ -1,9 +1,8 @@
 """Twins: the values that a storage of the low-precision run has in the fp32 (or fp64) reference.
 
-A twin belongs to a *storage*, not to a tensor. A view of the low-precision storage corresponds to
-the same view of the twin, so views, in-place ops and ``out=`` need no special handling. A storage
-without a twin is its own reference: no low-precision value reached it. A twin is freed with its
-storage.
+A twin belongs to a *storage*, with which it is freed. A view of the low-precision storage
+corresponds to the same view of the twin, so views, in-place ops and ``out=`` need no special
+handling. A storage without a twin is its own reference: no low-precision value reached it.
 """
 
 from __future__ import annotations
@@ -79,8 +78,7 @@ class Twins:
     def seed(self, low: Tensor, reference: Tensor) -> None:
         """Make ``reference`` the twin of ``low``, in its widened dtype; it is never written to.
 
-        So fp64 weights and fp32 inputs of a model that is cast to 16 bits meet in one dtype, as
-        they do in the run.
+        So fp64 weights and fp32 inputs that are cast to 16 bits meet in one dtype, as in the run.
         """
         if (
             is_float(low)

@@ -65,10 +65,8 @@ class FirstGradients(Watcher):
 class FirstStep(NamedTuple):
     """What the first step computes before its update, in fp32 on the CPU."""
 
-    outputs: list[Tensor]
-    """Its output and its loss."""
-    gradients: dict[str, Tensor]
-    """By the name of the parameter."""
+    outputs: list[Tensor]  # its output and its loss
+    gradients: dict[str, Tensor]  # by the name of the parameter
 
 
 def first_step_under(mode: DispatchMode, ready: Prepared, target: Target, seed: int) -> FirstStep:
@@ -92,18 +90,15 @@ class GradientComparison(NamedTuple):
     """The gradients of all parameters, compared with those of fp32."""
 
     parameters: list[ParameterGradient]
-    error: float | None
-    """rel_l2 of all together; ``None`` if it is not finite."""
+    error: float | None  # rel_l2 of all together; ``None`` if it is not finite
     underflow: float | None
     """Share of all elements that are not zero in fp32 and zero here; ``None`` if there are none."""
 
 
 def compare_gradients(mine: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> GradientComparison:
-    """Compare the gradients ``mine`` with those of fp32, by name. A parameter that got none here
-    has a gradient of zero.
+    """Compare the gradients ``mine`` with those of fp32, by name; one that is missing is zero.
 
-    One that is rounding alone in fp32, such as that of a bias before a batch norm, is left out: in
-    exact arithmetic it is zero.
+    One that is rounding alone in fp32, as of a bias before a batch norm, is zero and left out.
     """
     # The largest root mean square of a gradient of each module.
     sizes: dict[str, float] = {}
@@ -157,10 +152,8 @@ class Largest(NamedTuple):
 
 
 class LargestGradient(DispatchMode):
-    """Finds the largest gradient in ``dtype`` that a node of the autograd graph of a loss gets;
-    active while the graph is made.
-
-    Gradients that reach a loss in fp32 do not overflow, so they do not count.
+    """Finds the largest gradient that a node of a loss's autograd graph gets; active while it is
+    made. Only those in ``dtype`` count: one that reaches a loss in fp32 does not overflow.
     """
 
     def __init__(self, places: Places, dtype: torch.dtype) -> None:

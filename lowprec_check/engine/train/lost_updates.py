@@ -22,17 +22,13 @@ Name = tuple[str, Values]
 
 
 class _Count(NamedTuple):
-    elements: int = 0
-    """Of the tensor."""
-    wanted: int = 0
-    """Elements that the step on wider copies changes, over all steps."""
-    lost: int = 0
-    """Those of them that stay the same."""
+    elements: int = 0  # of the tensor
+    wanted: int = 0  # elements that the step on wider copies changes, over all steps
+    lost: int = 0  # those of them that stay the same
 
 
 class LostUpdateCounter(Watcher):
-    """Repeats each update on copies in ``wide``, fp32 or fp64, and counts what they change and the
-    run does not.
+    """Repeats each update on ``wide`` copies, in fp32 or fp64; counts what changes only there.
 
     The copies start each step from the values of the run, with its gradients and the state of its
     optimizer, so that each step is judged alone. ``make`` makes the optimizer.
@@ -46,8 +42,7 @@ class LostUpdateCounter(Watcher):
         self._make = make
         self._optimizer = make(list(self._copies.values()))
         self._counts: defaultdict[Name, _Count] = defaultdict(_Count)
-        self._updated: dict[str, nn.Parameter] = {}
-        """Those of the optimizer that makes its step."""
+        self._updated: dict[str, nn.Parameter] = {}  # those of the optimizer that makes its step
         self._is_finite = True
         self._before: dict[str, Tensor] = {}
         self._state_before: dict[str, dict[str, Any]] = {}
@@ -56,8 +51,7 @@ class LostUpdateCounter(Watcher):
         self._decay: defaultdict[str, _Count] = defaultdict(_Count)
         self._decay_by: dict[str, dict[str, _Count]] = {}
         """What weight decay alone changes in one step, by the settings of the optimizer."""
-        self._groups: dict[str, int] = {}
-        """By name, the parameter group."""
+        self._groups: dict[str, int] = {}  # by name, the parameter group
 
     def before(self, step: TrainingStep) -> None:
         """Keep the values."""
@@ -230,9 +224,7 @@ class Stalls(Watcher):
     @property
     def share(self) -> float:
         """Share (0 to 1) of them, over all steps."""
-        if self._all:
-            return self._stalled / self._all
-        return 0.0
+        return self._stalled / (self._all or 1.0)
 
 
 def lost_buffer_updates(run: Trajectory, base: Trajectory, samples: Samples, narrow: set[str]) -> list[LostUpdates]:

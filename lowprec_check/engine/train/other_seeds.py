@@ -36,11 +36,9 @@ deviation and maximum differ by no more than these factors from new ones.
 
 
 class OtherSeeds:
-    """Makes the start of runs from other seeds: the initial weights of ``model`` in place, and
-    batches in place of ``batches``.
+    """Starts runs from other seeds: with other weights in ``model``, and other ``batches``.
 
-    ``draws``: whether steps draw random numbers, which another seed changes too. ``keep_alive`` is
-    called before user code that may take long.
+    ``draws``: whether steps draw random numbers. ``keep_alive``: called before slow user code.
     """
 
     def __init__(
@@ -57,14 +55,18 @@ class OtherSeeds:
         self._keep_alive = keep_alive
         self._ended, self._last = target.make_batch is None, list[Target]()
         """Whether there are no further batches, and the last ones."""
-        self.varied = ["random draws"] if draws else []
-        """What differs between the runs, in words."""
+        self.varied = list[str]()  # what differs between the runs, in words
+        if draws:
+            self.varied.append("random draws")
 
     def start(self, number: int) -> list[Target]:
         """Give the model the initial weights of run ``number`` (from 1), and return its batches."""
         generator = torch.Generator().manual_seed(self._seed + number)
         made = self._made_again(number)
-        is_new = _reset(self._model, self._seed + number) if made is None else _copy(made, self._model)
+        if made is None:
+            is_new = _reset(self._model, self._seed + number)
+        else:
+            is_new = _copy(made, self._model)
         if is_new:
             self._add("initial weights", 0)
         batches = self._new_batches(number, generator)

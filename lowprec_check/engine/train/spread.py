@@ -43,8 +43,7 @@ class Interval(NamedTuple):
 
 
 class Spread:
-    """The limits that fp32, ``base``, and runs from other seeds, ``others``, set for a run in low
-    precision.
+    """The limits that fp32, ``base`` and ``others`` from other seeds, sets for low precision.
 
     ``tolerance`` is that of the precision: a smaller relative distance passes in any case.
     """
@@ -76,8 +75,7 @@ class Spread:
         return found
 
     def moved(self, run: Trajectory) -> list[float]:
-        """After each step: ‖Δw‖ / ‖Δw₃₂‖, how far the weights have moved in any direction, relative
-        to fp32.
+        """After each step: ‖Δw‖ / ‖Δw₃₂‖, how far the weights moved, in any direction.
 
         It is that of one parameter, if that moves notably in fp32 and hardly here.
         """
@@ -104,8 +102,7 @@ class Spread:
     def divergence(self, run: Trajectory, roundoff: float, *, noisy: bool) -> Divergence | None:
         """Where ``run`` leaves the limits for good; ``None`` if it is within them at the end.
 
-        The distance of the weights is not judged if their rounding is ``noisy``: they are right on
-        average only.
+        The distance of weights is not judged if rounding is ``noisy``: right on average only.
         """
         forward = abs(run.losses[0] - self._base.losses[0])
 

@@ -43,44 +43,34 @@ class StepResult(NamedTuple):
     output: Any
     loss: Tensor
     gradients: list[Tensor]
-    weights: list[Tensor]
-    """Parameters and buffers."""
-    phases: int = 1
-    """Of several, ``output`` is a list."""
+    weights: list[Tensor]  # parameters and buffers
+    phases: int = 1  # of several, ``output`` is a list
 
 
 class TrainingStep:
-    """A step that updates the model of ``ready`` in the given ``way``; it enters autocast itself,
-    for the forward pass only.
+    """A step that updates the model of ``ready`` by ``way``; autocast is on in its forward pass.
 
     ``call`` is called in place of the model, by default what its user compiled, or the model.
     """
 
-    updates: Any
-    """What updates the weights; of several optimizers, what they all have and keep."""
-    average: Any
-    """The average of the weights, if the user's file makes one."""
+    updates: Any  # what updates the weights; of several optimizers, what they all have and keep
+    average: Any  # the average of the weights, if the user's file makes one
 
     def __init__(
         self, target: Target, ready: Prepared, way: WayToTrain, call: Callable[..., Any] | None = None
     ) -> None:
         self.target, self.way, self.model = target, way, ready.model
-        self.phase: Phase = "forward"
-        """The part that runs, or failed."""
-        self.in_loss = False
-        """Whether the loss is what runs, or failed, in the forward pass."""
+        self.phase: Phase = "forward"  # the part that runs, or failed
+        self.in_loss = False  # whether the loss is what runs, or failed, in the forward pass
         self.on_loss: Callable[[Tensor], None] = lambda _loss: None
         """Called with the loss, before the backward pass."""
         self.on_gradients: Callable[[], None] = lambda: None
         """Called before an optimizer makes its step, and may change its gradients."""
-        self.on_update: Callable[[], None] = lambda: None
-        """Called after it."""
-        self.number = 0
-        """Of this optimizer, of several."""
+        self.on_update: Callable[[], None] = lambda: None  # called after it
+        self.number = 0  # of this optimizer, of several
         self._done = set[tuple[int, int]]()
         """Of several optimizers, the steps, by phase and number, that were made before a
-        ``GradScaler`` skipped one: when the step is repeated, they and those after them are each
-        made once, as without it.
+        ``GradScaler`` skipped one: they are not made again when the step is repeated.
         """
         self.targets: tuple[Any, ...] = target.targets
         """What the loss gets of the batch besides the output."""
@@ -91,7 +81,9 @@ class TrainingStep:
     def restart(self) -> None:
         """Forget the state of the optimizer, of the loss scale and of the average."""
         scale, device = self.way.scale, self._ready.device.type
-        self.scaler = None if scale is None else torch.amp.GradScaler(device, init_scale=scale)
+        self.scaler = None
+        if scale is not None:
+            self.scaler = torch.amp.GradScaler(device, init_scale=scale)
         # Several optimizers: each gets a part of its own, with the parameters that are its.
         optimizer: Any = self.target.optimizer
         models, makes = [self.model], [optimizer]
@@ -106,8 +98,11 @@ class TrainingStep:
             for model, make in zip(models, makes, strict=True)
         ]
         """What updates the weights, by optimizer."""
-        self.updates = self.parts[0] if len(self.parts) == 1 else _Together(self.parts)
-        self.average = None if self.target.average is None else self.target.average(self.model)
+        self.updates, self.average = self.parts[0], None
+        if len(self.parts) > 1:
+            self.updates = _Together(self.parts)
+        if self.target.average is not None:
+            self.average = self.target.average(self.model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepResult:
         """Do one step on a batch, prepared by ``ready.inputs``."""
@@ -274,8 +269,7 @@ class StepFailedError(Exception):
 class Loop:
     """Trains the model of ``ready`` by ``step`` on ``batches`` in turn.
 
-    ``on_step`` is called before each step with its number, counted from 1; ``on_first`` with what
-    the first one computed.
+    ``on_step`` is called before each step, with its number from 1; ``on_first`` after the first.
     """
 
     def __init__(
@@ -293,10 +287,8 @@ class Loop:
         """``names``: the parameters that are compared; by default all that are trained."""
         self._ready, self._step, self._batches, self._seed = ready, step, batches, seed
         self._on_step, self._on_first, self._watchers = on_step, on_first, list(watchers)
-        self.faults: list[str] = []
-        """Failures of watchers."""
-        self.draws = False
-        """Whether the first step draws random numbers."""
+        self.faults: list[str] = []  # failures of watchers
+        self.draws = False  # whether the first step draws random numbers
         self.trajectory = Trajectory()
         trained = {n: p for n, p in ready.model.named_parameters() if p.requires_grad}
         self.parameters = {n: p for n, p in trained.items() if names is None or n in names}

@@ -35,8 +35,7 @@ class Samples:
             self.slices[name] = slice(end, end + count)
             end += count
             weights.append(torch.full((count,), size / max(count, 1)))
-        self.weights = torch.cat(weights)
-        """How many elements each sample stands for."""
+        self.weights = torch.cat(weights)  # how many elements each sample stands for
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Samples:
@@ -62,12 +61,10 @@ class Trajectory:
     """:class:`Samples` of the weights that are trained, before the first step and after each."""
     buffers: list[Tensor] = dataclasses.field(default_factory=list)
     """The same of the floating buffers."""
-    skipped: int = 0
-    """Steps that a ``GradScaler`` skipped; they were repeated with the same batch."""
+    skipped: int = 0  # steps that a ``GradScaler`` skipped; they were repeated with the same batch
     scales: list[float] = dataclasses.field(default_factory=list)
     """The loss scale of each step that was not skipped; empty without a ``GradScaler``."""
-    seconds: list[float] = dataclasses.field(default_factory=list)
-    """Of each step."""
+    seconds: list[float] = dataclasses.field(default_factory=list)  # of each step
 
     @property
     def steps(self) -> int:

@@ -171,8 +171,7 @@ class _WhatIfMode(DispatchMode):
 class _Before(NamedTuple):
     """What is known before an op runs."""
 
-    results: list[Tensor | None]
-    """What it would return in each format; empty if it is no product."""
+    results: list[Tensor | None]  # what it would return in each format; empty if it is no product
     state: GeneratorState | None
     """If it may draw random numbers; then its ``arguments`` too, widened."""
     arguments: tuple[Args, Kwargs] | None

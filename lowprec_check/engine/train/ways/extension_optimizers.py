@@ -58,10 +58,8 @@ def _joined(updates: ExtensionUpdates) -> list[Any]:
 class ExtensionWay(WayToTrain):
     """A call of ``ipex.optimize`` with an optimizer, for a model in fp32 under autocast to bf16."""
 
-    options: dict[str, Any]
-    """The arguments besides the model and the optimizer; a dtype is code."""
-    needs_kernel: bool = True
-    """Whether the extension must have a fused step for the optimizer."""
+    options: dict[str, Any]  # the arguments besides the model and the optimizer; a dtype is code
+    needs_kernel: bool = True  # whether the extension must have a fused step for the optimizer
 
     def why_not(self, optimizer: Any) -> str:
         """On the CPU, few classes have a fused step, and no subclass of them has.
