@@ -127,31 +127,27 @@ class Proposer:
     def propose(self, runs: Sequence[Run], *, best_so_far: Proposal | None = None) -> Proposal:
         """Search the base of ``runs``, unless it is too slow to beat ``best_so_far``."""
         failing = next((run for run in runs if not self.objective.reached(run)), runs[0])
-        why = self._why_not_searched(runs[0], failing, best_so_far)
-        if why is not None:
-            return Proposal(attempt=self.objective.attempt(failing, outcome=f"not searched: {why}"))
+        backend, latency_ms = runs[0].backend, runs[0].latency_ms
+        problem: str | None = None
+        best_ms: float | None = None
+        if best_so_far is not None and best_so_far.run is not None:
+            best_ms = best_so_far.run.latency_ms
+        if failing.status in ("timeout", "skipped"):
+            problem = failing.reason or failing.status
+        elif failing.status == "unjudged":
+            problem = "its output cannot be compared, so no plan can be proven"
+        elif lowers_precision(backend):
+            problem = f"{backend} quantizes modules that are kept in fp32, too"
+        elif best_ms is not None and latency_ms is not None and latency_ms > max(SHORT_MS, SLOWER * best_ms):
+            times = f"{latency_ms / best_ms:.1f} times"
+            problem = f"its fastest call took {times} as long as the fastest with the plan found"
+        if problem is not None:
+            return Proposal(attempt=self.objective.attempt(failing, outcome=f"not searched: {problem}"))
         found = _Search(self, runs)
         try:
             return found.propose()
         finally:
             found.show(None)
-
-    def _why_not_searched(self, first: Run, failing: Run, best_so_far: Proposal | None) -> str | None:
-        """Why no plan is searched for a base, by its runs on two batches; ``None`` if one is."""
-        if failing.status in ("timeout", "skipped"):
-            return failing.reason or failing.status
-        if failing.status == "unjudged":
-            return "its output cannot be compared, so no plan can be proven"
-        if lowers_precision(first.backend):
-            return f"{first.backend} quantizes modules that are kept in fp32, too"
-        # A base that is much slower than the plan that was found cannot beat it.
-        best_ms = None
-        if best_so_far is not None and best_so_far.run is not None:
-            best_ms = best_so_far.run.latency_ms
-        if best_ms is None or first.latency_ms is None or first.latency_ms <= max(SHORT_MS, SLOWER * best_ms):
-            return None
-        times = f"{first.latency_ms / best_ms:.1f} times as long as the fastest with the plan found"
-        return f"its fastest call took {times}"
 
     def propose_each(self, bases: Iterable[Sequence[Run]]) -> Iterator[Proposal]:
         """Search one base after another."""

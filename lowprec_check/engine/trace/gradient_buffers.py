@@ -34,7 +34,7 @@ class GradientBuffers:
                 if buffer is not None:
                     new[:, : buffer.shape[1]] = buffer
                 buffer = self._by_storage[part.storage] = new
-            if not part.overlaps:
+            if not may_overlap(part.shape, part.stride):
                 part.views(buffer).add_(values)
                 return
             with torch.enable_grad():  # autograd adds up what the part shows several times
@@ -114,12 +114,8 @@ class Part(NamedTuple):
     @property
     def is_whole(self) -> bool:
         """Whether it shows every element of its storage."""
-        return math.prod(self.shape) * (1 + self.is_complex) >= self.size and not self.overlaps
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether some elements may be shown several times."""
-        return may_overlap(self.shape, self.stride)
+        is_large = math.prod(self.shape) * (1 + self.is_complex) >= self.size
+        return is_large and not may_overlap(self.shape, self.stride)
 
 
 def may_overlap(shape: Sequence[int], stride: Sequence[int]) -> bool:

@@ -95,10 +95,6 @@ class PendingFigures:
                 if not written.isdisjoint(held.storages):
                     held.copy(written)
 
-    def settle(self) -> None:
-        """Read all figures, and do all actions; then raise the first exception of an action."""
-        self._read(wait=True)
-
     def _defers(self, tensor: Tensor) -> bool:
         return self.deferred and (self._everywhere or tensor.device.type != "cpu")
 
@@ -111,10 +107,13 @@ class PendingFigures:
             self._open.stream_differs(figures[0].device)
         self._open.add(figures, action, compared)
         if len(self._open) >= BATCH or self._open.nbytes >= self._held * BATCH_PART:
-            self._read(wait=False)
+            self.settle(wait=False)
 
-    def _read(self, *, wait: bool) -> None:
-        """Close the open batch and read all; unless ``wait``, those ready or too large to hold."""
+    def settle(self, *, wait: bool = True) -> None:
+        """Read all figures, and do all actions; then raise the first exception of an action.
+
+        Unless ``wait``, only the batches that are ready or too large to hold.
+        """
         if len(self._open):
             self._open.close()
             self._closed.append(self._open)

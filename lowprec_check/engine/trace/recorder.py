@@ -86,11 +86,23 @@ class Recorder(DispatchMode):
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "meta":
             return call.run()
+        frame = sys._getframe(1)
+        # A view shares the twin of what it views, so only a failing one is recorded.
         if call.traits.view:
-            return self._run_view(call)
+            self.places.note(frame)
+            try:
+                out = call.run()
+            except Exception as error:
+                self._begin(call, frame)
+                out = self.execution.rescue(call, error)
+                self._guarded(call, self._record, call, out, None, None)
+                return out
+            if self.execution.pending.any:
+                return self.execution.pending.resolve(call, out)
+            return out
 
         # Before the op runs: what it writes to is lost afterwards.
-        self._begin(call, sys._getframe(1))
+        self._begin(call, frame)
         state = widened = None
         if call.involved or self._errors == "none":
             state = state_before(call)
@@ -116,20 +128,6 @@ class Recorder(DispatchMode):
             self.lockstep.figures.settle()
         except Exception as error:
             self._note_fault("the op calls", error)
-
-    def _run_view(self, call: DispatchedCall) -> Any:
-        """Run a view: it shares the twin of what it views, so only a failing one is recorded."""
-        self.places.note(sys._getframe(2))
-        try:
-            out = call.run()
-        except Exception as error:
-            self._begin(call, sys._getframe(2))
-            out = self.execution.rescue(call, error)
-            self._guarded(call, self._record, call, out, None, None)
-            return out
-        if self.execution.pending.any:
-            return self.execution.pending.resolve(call, out)
-        return out
 
     def _begin(self, call: DispatchedCall, frame: FrameType) -> None:
         """Find where ``call`` is, what it reads, and whether low-precision values reach it."""
