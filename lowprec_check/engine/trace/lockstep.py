@@ -135,7 +135,7 @@ class Lockstep:
             if not is_float(tensor):
                 # Its storage may hold floating values, which are now written as integers.
                 call.before[id(tensor)] = tensor.clone()
-                self.twins.forget(tensor)
+                self.twins.by_storage.pop(storage_key(tensor), None)
             elif tensor.numel() == 0:
                 # An ``out`` that the op resizes.
                 call.before[id(tensor)] = tensor.new_empty(0, dtype=widened_dtype(tensor.dtype, self.wide))
@@ -251,11 +251,6 @@ class GeneratorState:
         self.generator: torch.Generator = call.kwargs.get("generator") or default_generator(device)
         self.state = self.generator.get_state()
 
-    @property
-    def moved(self) -> bool:
-        """Whether random numbers were drawn since."""
-        return not torch.equal(self.state, self.generator.get_state())
-
     @contextlib.contextmanager
     def rewound(self) -> Iterator[None]:
         """Draw the same numbers again; afterwards the generator is where it was."""
@@ -276,7 +271,9 @@ def state_before(call: DispatchedCall) -> GeneratorState | None:
 
 def has_drawn(call: DispatchedCall, state: GeneratorState | None) -> bool:
     """After the call: whether it used random numbers."""
-    return state is not None and (call.traits.random or state.moved)
+    if state is None:
+        return False
+    return call.traits.random or not torch.equal(state.state, state.generator.get_state())
 
 
 def followed(low: Tensor, reference: Tensor, widened: Tensor) -> Tensor:

@@ -180,10 +180,6 @@ class Twins:
             self.reference_of(tensor).copy_(values)
         twin.shared = twin.constant = False
 
-    def forget(self, tensor: Tensor) -> None:
-        """Drop the twin of a storage, whose reference restarts from the low-precision values."""
-        self.by_storage.pop(tensor.untyped_storage()._cdata, None)
-
     def restart(self, tensor: Tensor) -> None:
         """Restart the reference of ``tensor`` from the low-precision values."""
         twin = self.find(tensor)

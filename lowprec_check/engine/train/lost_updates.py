@@ -68,9 +68,8 @@ class LostUpdateCounter(Watcher):
         self._updated = {name: p for name, p in self._parameters.items() if id(p) in updated}
         for name, p in self._updated.items():
             self._before[name], self._state_before[name] = p.detach().clone(), copy.deepcopy(optimizer.state.get(p, {}))
-            if p.grad is None:
-                self._copies[name].grad = None
-            else:
+            self._copies[name].grad = None
+            if p.grad is not None:
                 self._copies[name].grad = self._copy(p.grad)
 
     def update(self, step: TrainingStep) -> None:

@@ -27,11 +27,9 @@ class Samples:
         # A small tensor is kept whole; of a large one, each sample stands for several elements.
         weights, end = [torch.zeros(0)], 0
         for name, size in self.sizes.items():
-            count = min(size, most)
+            count, self._picked[name] = min(size, most), None
             if size > most:
                 self._picked[name] = torch.randint(size, (most,), generator=generator)
-            else:
-                self._picked[name] = None
             self.slices[name] = slice(end, end + count)
             end += count
             weights.append(torch.full((count,), size / max(count, 1)))
