@@ -127,9 +127,7 @@ def effective_status(run: Run, runs: Sequence[Run]) -> str:
 
 def changed_by_backend(run: Run) -> list[str]:
     """The inputs and buffers whose values differ from those of eager mode after the same calls."""
-    if run.backend_check is None:
-        return []
-    return run.backend_check.changed
+    return run.backend_check.changed if run.backend_check is not None else []
 
 
 def blames_backend(run: Run, runs: Sequence[Run]) -> bool:
@@ -187,9 +185,7 @@ def on_which_call(run: Run) -> str:
         parts.append(f"call {run.failed_call}")
     if run.failed_input is not None:
         parts.append(f"{INPUT_CHANGES.get(run.failed_input, run.failed_input)}, compared with eager mode")
-    if parts:
-        return f"on {', '.join(parts)}: "
-    return ""
+    return fill("on {}: ", ", ".join(parts))
 
 
 def is_cast(run: Run) -> bool:

@@ -64,10 +64,8 @@ class Speed(NamedTuple):
     def text(self) -> str:
         """``1.4 times as fast as fp32``; empty if it was not timed."""
         # of a wide interval, only its safe end is said
-        ratio, at_least = self.ratio or 1.0, ""
-        wide = self.high > WIDE * self.low
-        if wide:
-            at_least = "at least "
+        ratio, wide = self.ratio or 1.0, self.high > WIDE * self.low
+        at_least = "at least " if wide else ""
         if self.told == "faster":
             return f"{at_least}{times(self.low if wide else ratio)} as fast as fp32"
         if self.told == "slower":
@@ -143,9 +141,7 @@ def failure_while_timed(run: Run) -> str | None:
 
 def latency_of(run: Run) -> float | None:
     """Median milliseconds of a call: in the scenario, if the scan was asked for one."""
-    if run.timing:
-        return run.timing.median_ms
-    return run.latency_ms
+    return run.timing.median_ms if run.timing else run.latency_ms
 
 
 def is_faster(mine: Speed, other: Speed, factor: float = TOLD) -> bool:

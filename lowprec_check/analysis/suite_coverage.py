@@ -318,9 +318,8 @@ def _is_autocast(key: str) -> bool:
 
 def fix_of(use: OpUse, key: str, found: Coverage) -> str:
     """What to do about a gap, and the release of torch that fixes it, if the catalog knows that."""
-    precision, autocast, advice = PRECISIONS.find(key), _is_autocast(key), WITHOUT_KERNEL
-    if autocast:
-        advice = "give it fp32 inputs"
+    precision, autocast = PRECISIONS.find(key), _is_autocast(key)
+    advice = "give it fp32 inputs" if autocast else WITHOUT_KERNEL
     op, phases = use.op, ["forward", "backward"]
     if use.phase == "backward":  # the formula fails, not an operator: the catalog has it by the function
         op, phases = f"torch.{next(iter(use.support[key].shown_by), use.op)}", ["backward"]

@@ -27,9 +27,7 @@ LOST = 0.1  # a share of lost updates of weights or averages that is worth a fin
 
 def ways_tried(run: Run) -> list[TrainingWay]:
     """The ways to train in its precision, the usual one first; empty if it was not trained."""
-    if run.training is None:
-        return []
-    return run.training.ways
+    return run.training.ways if run.training is not None else []
 
 
 def trained_runs(result: ScanResult) -> list[tuple[Run, TrainingRun]]:
@@ -116,9 +114,7 @@ class Lost:
 
 def in_phase(phase: Phase | None) -> str:
     """`` (backward)``, after the name of an op; empty for the forward pass."""
-    if phase in (None, "forward"):
-        return ""
-    return f" ({phase})"
+    return fill(" ({})", phase != "forward" and phase)
 
 
 def when_raised(step: int | None, raised: ExceptionInfo | None) -> str:
@@ -128,9 +124,7 @@ def when_raised(step: int | None, raised: ExceptionInfo | None) -> str:
         parts.append(f"step {step}")
     if raised is not None and raised.phase and raised.phase != "forward":
         parts.append(raised.phase)
-    if parts:
-        return f"{', '.join(parts)}: "
-    return ""
+    return fill("{}: ", ", ".join(parts))
 
 
 def nonfinite(way: TrainingWay) -> Sentence:

@@ -40,7 +40,7 @@ from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.measures import MATTERS
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.statements import Sentence, chained, say, say_if, short_op, some
+from lowprec_check.schema.statements import Sentence, chained, fill, say, say_if, short_op, some
 
 OUTLIER_ROUNDOFFS = 8  # unit roundoffs; rounding the exact result costs at most one
 JUMP = 4  # times the error of the inputs
@@ -146,9 +146,7 @@ def _instead(run: Run, result: ScanResult) -> str:
 
 def _for_int8(run: Run, result: ScanResult, best: Recommendation | None) -> str:
     """How to reduce the error of a quantized run, by the errors of its layers."""
-    other = ""
-    if best is not None and best.backend != run.backend:
-        other = f", or use {best.elsewhere}"
+    other = fill(", or use {}", best is not None and best.backend != run.backend and best.elsewhere)
     # Layers that explain at least half of the error need other ranges of int8, else other data.
     layer_errors = [layer.accumulated or 0.0 for layer in run.layer_errors]
     calibrated = calibrates(run.backend)

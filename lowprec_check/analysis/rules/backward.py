@@ -184,9 +184,7 @@ def scaler_skips(result: ScanResult) -> Iterator[Finding]:
             few = way.skipped_steps < LEAST_SKIPPED or way.skipped_steps <= MANY_SKIPPED * steps
             if few or way.declared.is_trap or way.status == "nonfinite":  # then no scale helps: see LP507
                 continue
-            named = ""
-            if way.name != "grad-scaler":
-                named = f"{way.declared.words}: "
+            named = "" if way.name == "grad-scaler" else f"{way.declared.words}: "
             suggested, initial = training.loss_scale, way.initial_scale or 0.0
             scale = say_if(initial, " with an initial loss scale of {scale:scale}", scale=initial)
             skipped = say("{way:text}GradScaler skipped {steps:count step}", way=named, steps=way.skipped_steps)

@@ -10,7 +10,7 @@ from lowprec_check.analysis.statements.status import remarks_of
 from lowprec_check.schema.axes import project_of
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import ScanResult, Severity
-from lowprec_check.schema.statements import say
+from lowprec_check.schema.statements import fill, say
 
 
 @rule("LP306", "compiled-worse", "error")
@@ -44,11 +44,10 @@ def compiled_worse(result: ScanResult) -> Iterator[Finding]:
         if check is None or check.verdict != "worse":
             continue
         # A run in eager mode is here that of a model which its user has compiled.
-        about, project = {"what": run.backend, "where": "", "exact": check.exact}, project_of(run.backend)
+        where = f" in tensor {check.tensor} of the output" if check.tensors > 1 else ""
+        about, project = {"what": run.backend, "where": where, "exact": check.exact}, project_of(run.backend)
         if run.backend == EAGER:
             about["what"], project = "the compiled model", "pytorch/pytorch"
-        if check.tensors > 1:
-            about["where"] = f" in tensor {check.tensor} of the output"
         if check.nonfinite:
             words = "{what:text} gives {values:count NaN or Inf value}{where:text}"
             message = say(f"{words} where eager and {{exact:text}} have numbers", **about, values=check.nonfinite)
@@ -61,9 +60,7 @@ def compiled_worse(result: ScanResult) -> Iterator[Finding]:
             words = "the error of {what:text} against {exact:text} is {compiled:error}{where:text}"
             errors = {"compiled": check.compiled_error, "eager": check.eager_error or 0.0}
             message = say(f"{words}, that of eager {{eager:error}}", **about, **errors)
-        advice = ""
-        if check.culprit:
-            advice = f"torch's bisection finds {check.culprit}; "
+        advice = fill("torch's bisection finds {}; ", check.culprit)
         if check.emulated is not None and check.emulated != "worse":
             config = "torch._inductor.config.emulate_precision_casts"
             advice += f"set {config} = True, with which it was not worse"

@@ -32,9 +32,7 @@ def from_gaps(result: ScanResult, kind: GapKind, help: str | Callable[[Gap, Run]
             if gap.layer == "backend" or gap.is_between_casts:
                 continued = None
             # A predicted run rests on the catalog, or on code that ran here.
-            rests_on = gap.predicted_by
-            if not rests_on and run.evidence == "predicted":
-                rests_on = RAN_HERE
+            rests_on = gap.predicted_by or (RAN_HERE if run.evidence == "predicted" else None)
             message = chained(in_phase_of(gap.phase, say("{error:text}", error=gap.message)), continued)
             finding = Finding(message, run, gap.module, gap.op, line_of(gap, result), help=advice, calls=gap.calls)
             yield finding._replace(severity="note" if harmless else None, rests_on=rests_on)
@@ -59,9 +57,7 @@ def _advice(gap: Gap, run: Run, result: ScanResult, help: str | Callable[[Gap, R
 
 def back(gap: Gap, result: str = "the result back") -> str:
     """What to cast back after an op in fp32: most complex results have no 16-bit dtype."""
-    if gap.gives_complex:
-        return "back the real values computed from its result"
-    return result
+    return "back the real values computed from its result" if gap.gives_complex else result
 
 
 def or_autocast(gap: Gap, run: Run, result: ScanResult) -> str:

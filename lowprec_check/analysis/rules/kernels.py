@@ -53,9 +53,8 @@ def missing_kernel(result: ScanResult) -> Iterator[Finding]:
     """
 
     def advice(gap: Gap, run: Run) -> str:
-        outside = ""
-        if run.is_autocast and PRODUCTS.search(gap.op):  # autocast would cast its inputs to 16 bits again
-            outside = ", without autocast,"
+        # autocast would cast the inputs of a product to 16 bits again
+        outside = ", without autocast," if run.is_autocast and PRODUCTS.search(gap.op) else ""
         return f"compute it in fp32{outside} and cast {back(gap, 'back')}{or_autocast(gap, run, result)}"
 
     yield from from_gaps(result, "missing-kernel", advice)

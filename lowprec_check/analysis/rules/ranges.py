@@ -19,7 +19,7 @@ from lowprec_check.analysis.run_summary import fails_elsewhere
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.precisions import FloatFormat, formats
 from lowprec_check.schema.scan_result import Run, ScanResult, Severity
-from lowprec_check.schema.statements import Sentence, chained, say, short_op
+from lowprec_check.schema.statements import Sentence, chained, fill, say, short_op
 
 FLUSHED_SHARE = 0.1  # of the values that are non-zero in fp32
 
@@ -238,13 +238,9 @@ def _vanished(run: Run, result: ScanResult, calls: list[OpCall], after: OpCall |
     message = say("the constant {constant:scale} is 0 in {dtype:text}", constant=first.vanished, dtype=name)
     severity: Severity | None = None
     if after is not None:
-        severity, what, at, reads = "warning", "Inf", "", ", which reads its result,"
-        if after.introduced_nan:
-            what = "NaN"
-        if after.source and after.source != first.source:
-            at = f" at {after.source}"
-        if after is first:
-            reads = ""
+        severity, what = "warning", "NaN" if after.introduced_nan else "Inf"
+        reads = "" if after is first else ", which reads its result,"
+        at = fill(" at {}", after.source != first.source and after.source)
         gives = say(f"{{op:op}}{reads} gives {{what:text}}{{at:text}}", op=after.op, what=what, at=at)
         message = chained(message, gives)
     advice = f"use a constant of at least {smallest}, or compute this in fp32"

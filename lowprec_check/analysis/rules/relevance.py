@@ -136,9 +136,7 @@ def knowledge_of(run: Run) -> Knowledge:
         return "explained" if fails_by_error(run) else "unknown"
     # A call after the first, of which nothing is known, or a backend: what the ops lose in eager
     # mode is not the cause.
-    if run.status in ("inaccurate", "unjudged") and run.is_eager:
-        return "unknown"
-    return "within tolerance"
+    return "unknown" if run.status in ("inaccurate", "unjudged") and run.is_eager else "within tolerance"
 
 
 class Relevance:

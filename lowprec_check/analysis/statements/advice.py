@@ -52,26 +52,18 @@ def _verdict(result: ScanResult) -> Iterator[Made]:
     if best is None:
         yield Said(_no_pass(result), "warn" if any(map(_passes_ablated, result.runs)) else "bad")
         return
-    kept = ""
-    if best.keep_fp32:
-        kept = f" with {in_fp32(best.keep_fp32, result.model.modules, result.plan)}"
+    kept = f" with {in_fp32(best.keep_fp32, result.model.modules, result.plan)}" if best.keep_fp32 else ""
     named: dict[str, Figure] = {"name": f"{best.label}{way_text(best.way)}", "kept": kept}
     if not passes(result):
         yield Said(say("{name:text}{kept:text} could not be judged", **named), "none")
     elif not best.stay_in_fp32:
         # A run that barely passes is named with a warning, one that gains nothing without praise.
-        tone: Tone = "none"
-        part, predicted = 0.0, ""
-        if is_gain(result):
-            tone = "good"
-        if run is not None and result.training is not None:
-            part = part_of_limit(run, result)
-        elif run is not None:
-            part = part_of_tolerance(run)
-        if result.prediction is not None:
-            predicted = " (predicted)"
-        words = say("Use {name:text}{kept:text}{predicted:text}", **named, predicted=predicted)
-        yield Said(words, "warn" if part >= CLOSE else tone)
+        tone: Tone = "good" if is_gain(result) else "none"
+        if run is not None:
+            part = part_of_tolerance(run) if result.training is None else part_of_limit(run, result)
+            tone = "warn" if part >= CLOSE else tone
+        predicted = " (predicted)" if result.prediction is not None else ""
+        yield Said(say("Use {name:text}{kept:text}{predicted:text}", **named, predicted=predicted), tone)
     else:
         fp32 = "fp32" if any(other.is_low for other in result.runs) else "eager fp32"
         stay, gain = "Stay in {fp32:text}: ", "was not measured to be faster"
@@ -198,24 +190,19 @@ def judged(run: Run, result: ScanResult) -> Made:
         return Said(say("it cannot be judged: {odd:text}", odd=odd), "warn")
     if run.status != "ok":
         return Said(chained(plain("it "), why(run), between=""), "warn")
-    passes_ = "it is predicted to pass"
-    if run.evidence == "measured":
-        passes_ = "it passes"
+    passes_ = "it passes" if run.evidence == "measured" else "it is predicted to pass"
     if run.distance is None or not run.tolerance:
         return plain(passes_)
-    batches, further, what, more = run.batch_count, on_further(run), "", ""
-    if run.compared_module:
-        what = f" of the output of {run.compared_module}"
-    on = "each of {batches:count batch} of inputs"
-    if batches == 1:
-        on = "{batches:count batch} of inputs"
+    batches, further = run.batch_count, on_further(run)
+    what = f" of the output of {run.compared_module}" if run.compared_module else ""
+    on = "{batches:count batch} of inputs" if batches == 1 else "each of {batches:count batch} of inputs"
     if run.rel_l2 is None and not run.distance:
         equal = say(f"{passes_}: all values are equal{{what:text}}, on {on}", what=what, batches=batches)
         return chained(equal, further)
     # Where one batch comes near the limit, and no other was tried, another may exceed it.
     part, tried = run.distance / run.tolerance, run.further_inputs is not None and run.further_inputs.tried
-    if part >= NEAR and batches == 1 and not tried:
-        more = "; other inputs can exceed it: try --batches 8"
+    may_exceed = part >= NEAR and batches == 1 and not tried
+    more = "; other inputs can exceed it: try --batches 8" if may_exceed else ""
     kind = "{error:percent} of the values differ" if run.rel_l2 is None else "error {error:error}"
     words = f"{passes_}: {kind}{{what:text}}, {{part:percent}} of the tolerance {{limit:limit}}, on {on}{more}"
     judged = say(words, batches=batches, error=run.distance, what=what, part=part, limit=run.tolerance)
@@ -235,9 +222,7 @@ def gain(run: Run, result: ScanResult) -> Made:
     if ratio is not None and ratio <= 1 / SAME_MEMORY:
         memory = say("it saves {share:share} of the peak memory", share=1 - ratio)
     elif ratio is not None and ratio >= SAME_MEMORY:
-        least = ""
-        if fp32 is not None and is_too_small(fp32.process_memory_bytes):
-            least = "at least "
+        least = "at least " if fp32 is not None and is_too_small(fp32.process_memory_bytes) else ""
         memory = say(f"it takes {least}{{share:share}} more memory", share=ratio - 1)
     elif ratio is not None:
         memory = plain("it takes about as much memory")
@@ -251,17 +236,15 @@ def gain(run: Run, result: ScanResult) -> Made:
 @per_run("setup", "advice")
 def setup(run: Run, result: ScanResult) -> Made:
     """How long the recommended run took to set up, if that is long."""
-    if run is not recommended_run(result) or (run.setup_seconds or 0.0) < LONG_SETUP:
-        return None
-    return say("setting it up took {seconds:seconds}", seconds=run.setup_seconds)
+    is_long = run is recommended_run(result) and (run.setup_seconds or 0.0) >= LONG_SETUP
+    return say_if(is_long, "setting it up took {seconds:seconds}", seconds=run.setup_seconds)
 
 
 @per_run("kept", "advice")
 def kept(run: Run, result: ScanResult) -> Made:
     """The modules that the recommendation keeps in fp32."""
-    if run is not recommended_run(result):
-        return None
-    return say_if(run.keep_fp32, "kept in fp32: {kept:modules}", kept=run.keep_fp32)
+    is_best = run is recommended_run(result)
+    return say_if(is_best and run.keep_fp32, "kept in fp32: {kept:modules}", kept=run.keep_fp32)
 
 
 # The kinds that say what a recommendation rests on, in order.
@@ -321,9 +304,7 @@ def not_chosen(run: Run, result: ScanResult) -> Made:
     if run not in candidates(result.runs) or unknown or like_best:
         return None
     if run.status == "ok":
-        if fails is None:
-            return None
-        return Said(fails, "bad")
+        return Said(fails, "bad") if fails is not None else None
     odd, passing = degenerate_output(run, result.runs), remedies(run)
     reason = say_if(odd, "it cannot be judged: {odd:text}", odd=odd) or why(run)
     if passing:

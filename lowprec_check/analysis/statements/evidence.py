@@ -35,7 +35,7 @@ from lowprec_check.catalog.versions import release_of
 from lowprec_check.schema.findings import RESCUES
 from lowprec_check.schema.measures import MATTERS
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.statements import Sentence, chained, plain, say, say_if
+from lowprec_check.schema.statements import Sentence, chained, fill, plain, say, say_if
 
 NAMED = 3  # modules that a sentence names
 
@@ -100,9 +100,7 @@ def _largest(run: Run) -> Iterator[Sentence]:
         largest = part.largest
         if not index and largest.share >= part.share / 2:
             rounding = "rounding of " if largest.rounding and part.name != BETWEEN else ""
-            source = ""
-            if largest.source:
-                source = f", {largest.source}"
+            source = fill(", {}", largest.source)
             op = say(" ({rounding:text}{op:op}{source:text})", rounding=rounding, op=largest.op, source=source)
         measured = say_if(mixed and part.is_measured, "{text:text}", text=", measured")
         yield chained(named, op, measured, between="")
@@ -193,10 +191,8 @@ def rescued(run: Run, result: ScanResult) -> Made:
 def tiny(run: Run, result: ScanResult) -> Made:
     """What the format makes of an output that is too small for it."""
     is_lost = run.status == "inaccurate" and fails_by_error(run) and degenerate_output(run, result.runs) is None
-    lost = ""
-    if is_lost:
-        lost = tiny_output(run) or ""
-    return say_if(lost, "{text:text}", text=lost)
+    lost = tiny_output(run)
+    return say_if(is_lost and lost, "{text:text}", text=lost)
 
 
 # -- inputs and weights
@@ -357,9 +353,6 @@ def not_withheld(result: ScanResult) -> Iterator[Made]:
 @per_scan("not-called", "not run")
 def not_called(result: ScanResult) -> Iterator[Made]:
     """Modules whose parameters no op read."""
-    never, when = never_called(result.runs), ""
-    if result.training is not None:
-        when = " in the first step"
-    if never:
-        words = f"{{count:count module}} whose parameters no op read{when}: {{names:modules}}"
-        yield say(words, count=len(never), names=never)
+    never, when = never_called(result.runs), " in the first step" if result.training is not None else ""
+    words = f"{{count:count module}} whose parameters no op read{when}: {{names:modules}}"
+    yield say_if(never, words, count=len(never), names=never)

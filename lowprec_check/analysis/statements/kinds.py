@@ -89,9 +89,8 @@ def statements(result: ScanResult) -> list[Statement]:
 
 
 def _made(kind: Kind, result: ScanResult) -> Iterator[Statement]:
-    evidence = kind.evidence
-    if evidence == "measured" and result.prediction is not None:
-        evidence = "predicted"
+    is_predicted = kind.evidence == "measured" and result.prediction is not None
+    evidence: Evidence = "predicted" if is_predicted else kind.evidence
 
     def statement(runs: list[str], sentences: Sequence[Sentence], tone: Tone) -> Statement:
         return Statement(

@@ -73,17 +73,12 @@ def _raised(run: Run) -> Sentence:
     constants, way, exception = out_of_range(run), first_way(run), run.exception
     if constants is not None:
         return constants
-    failed_step, message, kinds = None, "it raised an exception", ""
-    if way is not None:
-        failed_step = way.failed_step
-    if exception is not None:
-        message = exception.text
+    when = when_raised(way.failed_step if way is not None else None, exception)
+    message = exception.text if exception is not None else "it raised an exception"
     # In a later call, what fails is what the model kept, and not these gaps.
-    if not run.failed_call:
-        kinds = ", ".join(dict.fromkeys(gap.kind for gap in failing_gaps(run)))
-    if kinds:
-        kinds += ": "
-    return plain(f"{kinds}{when_raised(failed_step, exception)}{shorten(message, _LONGEST)}")
+    gaps = [] if run.failed_call else failing_gaps(run)
+    kinds, text = ", ".join(dict.fromkeys(gap.kind for gap in gaps)), f"{when}{shorten(message, _LONGEST)}"
+    return plain(f"{kinds}: {text}" if kinds else text)
 
 
 def out_of_range(run: Run) -> Sentence | None:
@@ -107,10 +102,8 @@ def _inaccurate(run: Run) -> Sentence:
         return plain("; ".join(run.notes) or "the error is infinite")
     if run.rel_l2 is None:
         return say("{share:percent} of the values differ, tolerance {limit:percent}", share=run.distance, limit=limit)
-    what = ""
-    if run.compared_module:
-        what = f" of the output of {run.compared_module}"
-    elif run.compared_output is not None:
+    what = f" of the output of {run.compared_module}" if run.compared_module else ""
+    if not what and run.compared_output is not None:
         what = f" of {judged_output(run)}"
     over = "error {error:error}{what:text} over the tolerance {limit:limit}"
     return chained(say(over, error=run.rel_l2, what=what, limit=limit), shares(run), between="; ")
@@ -141,9 +134,8 @@ def _nonfinite(run: Run) -> Sentence:
     first = next((row for row in run.op_calls.rows() if row.spoils_output), None)
     if first is None:
         return what
-    first_in = "first in"
-    if run.compared_output is not None:  # it may be another one that this spoils
-        first_in = "the first that reaches an output is from"
+    # Of several outputs, it may be another one that this spoils.
+    first_in = "first in" if run.compared_output is None else "the first that reaches an output is from"
     place = {"op": first.op, "phase": in_phase(first.phase), "module": first.module}
     return chained(what, say(f"{first_in} {{op:op}}{{phase:text}} of {{module:module}}", **place), between=", ")
 
@@ -199,14 +191,12 @@ def margin(run: Run, result: ScanResult) -> Made:
     """How near a run that passes is to its tolerance, if near or tried on further inputs."""
     if run.status != "ok" or run.training or passes_but(run) or degenerate_output(run, result.runs):
         return None
-    part, tried = part_of_tolerance(run), 0
-    if run.further_inputs is not None and run.distance is not None:
-        tried = run.further_inputs.tried
-    is_near, words = part >= NEAR, "worst {part:percent} of tolerance, {inputs:count input}"
-    if is_near:
-        words = f"near its limit: {words}"
-    if tried:
-        return warn_if(is_near, say(words, part=part, inputs=run.batch_count + tried))
+    part, further = part_of_tolerance(run), run.further_inputs
+    is_near = part >= NEAR
+    near = "near its limit: " if is_near else ""
+    if further is not None and further.tried and run.distance is not None:
+        words = f"{near}worst {{part:percent}} of tolerance, {{inputs:count input}}"
+        return warn_if(is_near, say(words, part=part, inputs=run.batch_count + further.tried))
     if is_near:
         return Said(say("near its limit: {part:percent} of the tolerance", part=part), "warn")
     return None
@@ -252,9 +242,7 @@ def further_in(runs: Sequence[Run]) -> Sentence | None:
 
 def remarks_of(run: Run) -> list[CompilerRemark]:
     """What its backend said while it compiled the model; empty in eager mode."""
-    if run.backend_check is None:
-        return []
-    return run.backend_check.remarks
+    return run.backend_check.remarks if run.backend_check is not None else []
 
 
 @per_run("compiler-remarks", "runs")

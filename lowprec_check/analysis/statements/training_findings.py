@@ -13,7 +13,7 @@ from lowprec_check.analysis.training_advice import FEW, keeps_weights
 from lowprec_check.analysis.training_status import Lost, distance_limit, first_way, passing_ways, remedies, steps_of
 from lowprec_check.schema.precisions import FP16
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.statements import Sentence, chained, module_name, plain, say, say_if
+from lowprec_check.schema.statements import Sentence, chained, fill, module_name, plain, say, say_if
 from lowprec_check.schema.training import EpsilonCheck, LostUpdates, ParameterGradient, TrainingWay, Values
 
 MATTERS = 0.001  # smaller shares of elements that underflow, and of updates that are lost, are not mentioned
@@ -125,9 +125,8 @@ def updates(run: Run, result: ScanResult) -> Made:
         return warn_if(fp32.lost_updates >= FEW, say(words, lost=fp32.lost_updates))
     # What the plain way loses shows whether another one was needed.
     loses = "rounding loses {lost:percent} of the updates of weights"
-    plain_way, lost = run.training.way("plain"), None
-    if plain_way is not None:
-        lost = plain_way.lost_updates
+    plain_way = run.training.way("plain")
+    lost = plain_way.lost_updates if plain_way is not None else None
     if not way.declared.leaves_weights:
         trains = say("it trains with {way:text}", way=way.declared.words)
         return chained(trains, say_if(lost, f"as it is, {loses}", lost=lost))
@@ -144,9 +143,7 @@ def other_way(run: Run, result: ScanResult) -> Made:
     way, first = _recommended(run, result), first_way(run)
     if way is None or first is None or way.name == first.name or run.status in ("ok", "skipped"):
         return None
-    usual = "as it is"
-    if first.name != "plain":
-        usual = f"with {first.declared.words}"
+    usual = "as it is" if first.name == "plain" else f"with {first.declared.words}"
     return chained(say("{first:text} it does not pass", first=usual), why(run), between=": ")
 
 
@@ -250,9 +247,7 @@ def loss_scale(run: Run, result: ScanResult) -> Made:
     if training is None or training.loss_scale is None or result.training is None:
         return None
     suggested, default = training.loss_scale, training.way("grad-scaler")
-    scale, skips = power_of_two(suggested.scale), 0
-    if default is not None:
-        skips = default.skipped_steps
+    scale, skips = power_of_two(suggested.scale), default.skipped_steps if default is not None else 0
     works = default is not None and default.status == "ok" and suggested.underflow_unscaled < FEW
     if default is not None and default.initial_scale == suggested.scale:
         start = say("keep the initial scale of GradScaler, {scale:text}", scale=scale)
@@ -263,9 +258,7 @@ def loss_scale(run: Run, result: ScanResult) -> Made:
     else:
         start = say("start GradScaler at {scale:text}", scale=scale)
     # The largest gradient, and whether it fits with this scale.
-    where = ""
-    if suggested.largest_at:
-        where = f" ({module_name(suggested.largest_at)})"
+    where = fill(" ({})", suggested.largest_at and module_name(suggested.largest_at))
     words = "the largest 16-bit gradient of the backward pass is {largest:figure}{where:text}"
     largest = say(words, largest=suggested.largest, where=where)
     scaled, limit = suggested.largest * suggested.scale, (run.format or FP16).largest
@@ -319,9 +312,7 @@ def scale_growth(run: Run, result: ScanResult) -> Made:
 def power_of_two(scale: float) -> str:
     """``2^17`` of 131072; a scale that is no power of two as a number."""
     mantissa, exponent = frexp(scale)
-    if mantissa == 0.5:
-        return f"2^{exponent - 1}"
-    return f"{scale:g}"
+    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
 
 
 # -- updates
