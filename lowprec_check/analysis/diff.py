@@ -53,6 +53,7 @@ def diff_scans(old: ScanResult, new: ScanResult) -> ScanDiff:
     before, after = _by_key(old), _by_key(new)
     pairs = [(before.get(key), after.get(key)) for key in dict.fromkeys([*after, *before])]
     changes: list[ScanChange] = []
+    direction: Direction
     for was, is_now in pairs:
         if was is not None and is_now is not None:
             changes += _changes(was, is_now, old, new)
@@ -60,15 +61,21 @@ def diff_scans(old: ScanResult, new: ScanResult) -> ScanDiff:
             status, what = effective_status(is_now, new.runs), "not in the old scan"
             changes.append(ScanChange(kind="run", direction="other", run=label(is_now), what=what, new=status))
         elif was is not None:
-            changes.append(_missing(was, old, new))
+            # worse if it passed before and was requested now: it may fail
+            status, asked, why = effective_status(was, old.runs), _was_asked(was, new), ""
+            if was.base is not None:
+                why = ": the plan is another one" if new.plan is not None else ": no plan was made"
+            elif not asked:
+                why = ": not requested"
+            is_lost = status == "ok" and asked and was.base is None
+            direction, what = "worse" if is_lost else "other", f"missing from the new scan{why}"
+            changes.append(ScanChange(kind="run", direction=direction, run=label(was), what=what, old=status))
     recommended, recommends = _recommended(old), _recommended(new)
     if recommended != recommends:
         untried = old.recommendation is not None and not _was_asked(old.recommendation, new)
-        direction: Direction = "other"
+        direction = "better" if recommended is None else "other"
         if recommends is None and not untried:
             direction = "worse"
-        elif recommended is None:
-            direction = "better"
         what = f"the recommendation changed{': the new scan did not run the old one' if untried else ''}"
         best, best_now = recommended or "none", recommends or "none"
         changes.append(
@@ -130,21 +137,6 @@ def _side(result: ScanResult) -> DiffSide:
 
 
 # -- what changed
-
-
-def _missing(run: Run, old: ScanResult, new: ScanResult) -> ScanChange:
-    """A missing run is worse if it passed before and was requested now: it may fail."""
-    status, asked, why = effective_status(run, old.runs), _was_asked(run, new), ""
-    if run.base is not None and new.plan is not None:
-        why = ": the plan is another one"
-    elif run.base is not None:
-        why = ": no plan was made"
-    elif not asked:
-        why = ": not requested"
-    is_lost = status == "ok" and asked and run.base is None
-    direction: Direction = "worse" if is_lost else "other"
-    what = f"missing from the new scan{why}"
-    return ScanChange(kind="run", direction=direction, run=label(run), what=what, old=status)
 
 
 def _was_asked(run: Run | Recommendation, result: ScanResult) -> bool:

@@ -87,7 +87,7 @@ class FindingGroup(NamedTuple):
         """The messages with their advice; advice that is the same for all is at the end."""
         if len({message.help for message in self.messages}) > 1:
             return self._said(with_advice=True)
-        return self._said(with_advice=False) + fill(" → {}", self.messages[0].help)
+        return self.said + fill(" → {}", self.messages[0].help)
 
     @property
     def said(self) -> str:

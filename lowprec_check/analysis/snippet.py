@@ -14,7 +14,7 @@ import msgspec
 from lowprec_check.catalog.versions import release_of, version_key
 from lowprec_check.schema.axes import BACKENDS, Backend, calibrates, device_type, project_of
 from lowprec_check.schema.measures import InputLayout
-from lowprec_check.schema.precisions import PRECISIONS, Precision
+from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, RunKey
 from lowprec_check.schema.scan_result import ModelInfo
 from lowprec_check.schema.statements import fill
@@ -145,7 +145,13 @@ def prepare(
             body.append(_UNDER_AUTOCAST.format(device=device, dtype=precision.format.dtype, names=names))
         autocast = f'torch.autocast("{device}", dtype={precision.format.dtype})'
     elif precision.kind == "cast":
-        body.append(_cast(precision, keep_fp32, untied))
+        dtype = precision.format.dtype
+        cast = f"{precision.method}()" if precision.method else f"to({dtype})"
+        prepared = f"model = model.{cast}"
+        if keep_fp32:
+            untie = _UNTIE.format(paths=_listed(untied, indent=4), dtype=dtype) if untied else ""
+            prepared = _UNDER_CAST.format(cast=cast, dtype=dtype, untie=untie, names=_listed(keep_fp32))
+        body.append(prepared)
     elif precision.snippet is not None:
         body.append(precision.snippet(device, keep_fp32))
     if key.memory_format != CONTIGUOUS:
@@ -156,16 +162,6 @@ def prepare(
     imports += backend.imports
     body += backend.before
     return ModelCode(imports, body, autocast, backend.inside, conversion)
-
-
-def _cast(precision: Precision, keep: Sequence[str], untied: Sequence[str]) -> str:
-    dtype, untie = precision.format.dtype, ""
-    cast = f"{precision.method}()" if precision.method else f"to({dtype})"
-    if not keep:
-        return f"model = model.{cast}"
-    if untied:
-        untie = _UNTIE.format(paths=_listed(untied, indent=4), dtype=dtype)
-    return _UNDER_CAST.format(cast=cast, dtype=dtype, untie=untie, names=_listed(keep))
 
 
 def _listed(names: Sequence[str], *, indent: int = 0) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -238,10 +238,19 @@ def diff_coverages(old: Coverage, new: Coverage) -> CoverageDiff:
     lost = [change for change in better if change and not whole.issuperset(change.tests)]
     not_run = [change for change in lost if is_open.issuperset(cell.new for cell in change.precisions.values())]
     ops_before, ops_after = ({use.op for use in side.ops} for side in (old, new))
+    # the names of fields, in the words of a report; precisions that only one has cannot be compared
+    conditions = {"device": "device", "torch of the catalog": "torch"}
+    conditions |= {"evidence": "evidence", "torch of the tests": "recorded_torch"}
+    values = {what: (getattr(old, name), getattr(new, name)) for what, name in conditions.items()}
+    warnings = [f"{what} {was} → {is_now}" for what, (was, is_now) in values.items() if was != is_now]
+    for side, which in ((old, "old"), (new, "new")):
+        alone = [precision_of(key) for key in side.dtypes if key not in both]
+        if alone:
+            warnings.append(f"only the {which} one has {', '.join(alone)}")
     return CoverageDiff(
         old=_side(old),
         new=_side(new),
-        warnings=list(_warnings(old, new)),
+        warnings=warnings,
         dtypes=both,
         new_gaps=sorted(
             (change for change in worse if change and change not in first),
@@ -291,20 +300,6 @@ def _change(old: OpUse | None, new: OpUse | None, keys: Sequence[str], side: Cov
 def _side(found: Coverage) -> CoverageSide:
     alike = {name: getattr(found, name) for name in ("device", "torch", "evidence", "recorded_torch", "dtypes")}
     return CoverageSide(**alike, operators=len(found.ops), gaps=len(found.gaps), tests=len(found.tests))
-
-
-def _warnings(old: Coverage, new: Coverage) -> Iterator[str]:
-    # the names of fields, in the words of a report
-    conditions = {"device": "device", "torch of the catalog": "torch"}
-    conditions |= {"evidence": "evidence", "torch of the tests": "recorded_torch"}
-    for what, name in conditions.items():
-        if getattr(old, name) != getattr(new, name):
-            yield f"{what} {getattr(old, name)} → {getattr(new, name)}"
-    # precisions that only one has cannot be compared
-    for side, other, which in ((old, new, "old"), (new, old, "new")):
-        alone = [precision_of(key) for key in side.dtypes if key not in other.dtypes]
-        if alone:
-            yield f"only the {which} one has {', '.join(alone)}"
 
 
 WITHOUT_KERNEL = "compute it in fp32 and cast real results back, or try autocast"

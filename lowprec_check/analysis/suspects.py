@@ -150,20 +150,18 @@ def _by_producer(run: Run) -> dict[str, float]:
 def blame(runs: Sequence[Run], keep: Sequence[str], untried: Collection[str] = ()) -> list[Blame]:
     """For each module of ``keep`` (none inside another) why, from the first run that shows it."""
     kept = frozenset(keep)
-    gaps = [_by_module(failing_gaps(run), kept) for run in runs]
-    rows = [_by_module(run.op_calls.rows(), kept) for run in runs]
-
-    def blame_of(module: str) -> Blame:
-        inside = zip(runs, gaps, rows, strict=True)
-        faults = (_first_fault(run, module, failing[module], calls[module]) for run, failing, calls in inside)
-        fault = next((fault for fault in faults if fault is not None), None) or _largest_cause(module, runs)
-        # nothing is known against it but that the model fails without it
-        by_trial = "needed to pass, found by trial"
-        if module in untried:
-            by_trial = "kept where the search ended; not tried without it"
-        return fault or Blame(module=module, why=by_trial)
-
-    return [blame_of(module) for module in keep]
+    of_runs = [(run, _by_module(failing_gaps(run), kept), _by_module(run.op_calls.rows(), kept)) for run in runs]
+    blames = []
+    for module in keep:
+        faults = (_first_fault(run, module, gaps[module], rows[module]) for run, gaps, rows in of_runs)
+        fault = next(filter(None, faults), None) or _largest_cause(module, runs)
+        # else nothing is known against it but that the model fails without it
+        is_untried = module in untried
+        by_trial = (
+            "kept where the search ended; not tried without it" if is_untried else "needed to pass, found by trial"
+        )
+        blames.append(fault or Blame(module=module, why=by_trial))
+    return blames
 
 
 Located = TypeVar("Located", Gap, OpCall)

@@ -175,7 +175,16 @@ class Relevance:
             return tried
         if self.known == "nonfinite" or (row.reaches_output is False and _gives_nonfinite(row)):
             return self._weigh_nonfinite(finding, row)
-        share, leaving = self._share_at(row.place), self.rounding.get(row.place, 0.0)
+        share, leaving = None, self.rounding.get(row.place, 0.0)
+        if row.place in self.shares:
+            share = self.shares[row.place].share + leaving
+        elif self.known == "explained":
+            # An op without a share may be one of those that no share explains, or cause the error
+            # of another tensor of the output.
+            budget = self.run.budget
+            hidden = budget is None or abs((budget.unexplained or 0.0) - budget.decisions) >= MATTERS
+            hidden |= error_beside(self.run) > (self.run.tolerance or 0.0)
+            share = None if self.is_complete and hidden else 0.0
         if share is None:
             return finding
         if share < MATTERS:
@@ -221,19 +230,6 @@ class Relevance:
         if row.place != self.first:
             return finding._replace(severity="note")
         return finding.adding(say("the first op with Inf or NaN"), _disproof(self.run, row.module))
-
-    def _share_at(self, place: Place) -> float | None:
-        """The share of the op at ``place``, with all rounding of its results, if it is known."""
-        if place in self.shares:
-            return self.shares[place].share + self.rounding.get(place, 0.0)
-        if self.known != "explained":
-            return None
-        # An op without a share may be one of those that no share explains, or cause the error of
-        # another tensor of the output.
-        budget = self.run.budget
-        hidden = budget is None or abs((budget.unexplained or 0.0) - budget.decisions) >= MATTERS
-        hidden |= error_beside(self.run) > (self.run.tolerance or 0.0)
-        return None if self.is_complete and hidden else 0.0
 
     @cached_property
     def shares_up_to(self) -> dict[Place, float]:

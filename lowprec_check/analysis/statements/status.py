@@ -44,7 +44,14 @@ def why(run: Run) -> Sentence:
     if run.status == "crashed":
         fails_by_ops = any(gap.kind == "crash" for gap in run.gaps)
     if ops and not run.failed_call and fails_by_ops:
-        reason = _no_kernel(run, ops)
+        # ``4 of 22 ops have no kernel: …``; the total counts each op once
+        phases = {gap.op: gap.phase for gap in reversed(run.gaps)}
+        names = some([f"{short_op(op)}{in_phase(phases[op])}" for op in ops], 4)
+        lack = "has no kernel" if len(ops) == 1 else "have no kernel"
+        reason = say(f"{{ops:count op}} {lack}: {{names:text}}", ops=len(ops), names=names)
+        if len(run.op_calls):
+            words, total = f"{{ops:number}} of {{total:count op}} {lack}: {{names:text}}", {*run.op_calls.op, *ops}
+            reason = say(words, ops=len(ops), total=len(total), names=names)
     elif run.status == "error":
         reason = _raised(run)
     elif run.status == "inaccurate":
@@ -56,17 +63,6 @@ def why(run: Run) -> Sentence:
     if where:
         return chained(plain(where), reason, between="")
     return reason
-
-
-def _no_kernel(run: Run, ops: list[str]) -> Sentence:
-    """``4 of 22 ops have no kernel: …``; the total counts each op once."""
-    phases = {gap.op: gap.phase for gap in reversed(run.gaps)}
-    names = some([f"{short_op(op)}{in_phase(phases[op])}" for op in ops], 4)
-    verb = "has" if len(ops) == 1 else "have"
-    if not len(run.op_calls):
-        return say(f"{{ops:count op}} {verb} no kernel: {{names:text}}", ops=len(ops), names=names)
-    words, total = f"{{ops:number}} of {{total:count op}} {verb} no kernel: {{names:text}}", {*run.op_calls.op, *ops}
-    return say(words, ops=len(ops), total=len(total), names=names)
 
 
 def _raised(run: Run) -> Sentence:
