@@ -82,8 +82,7 @@ class _Use(NamedTuple):
 
 class AtenCatalog:
     """The support of all aten ops in ``dtype`` on ``device``, by a cast or under ``autocast``, for
-    the release of ``torch`` or else the newest; a :class:`UsageError` if there is no data for the
-    device.
+    the release of ``torch`` or else the newest; a :class:`UsageError` if the device has none.
     """
 
     def __init__(self, device: str, dtype: Dtype, torch: str, *, autocast: bool = False) -> None:
@@ -205,8 +204,7 @@ class AtenCatalog:
 
     def _autocast_dtype(self, op: str, policies: Policies) -> AutocastDtype:
         """The policy of the op, else of functions it belongs to (``cdist`` for ``_cdist_forward``),
-        else the one that all its callers share (``convolution``), unless users call it too
-        (``sqrt_``).
+        else the one of all its callers (``convolution``), unless users call it too (``sqrt_``).
         """
         for name in _spellings(op):
             if own := policies.get(name.partition(".")[0]):

@@ -99,9 +99,8 @@ class HeaderChanges(StrictStruct, frozen=True, kw_only=True, rename="kebab"):
 
 
 def policies_of(device: str, torch: str) -> dict[str, CastPolicy]:
-    """By overload name, the policy of each op that autocast wraps in a release (`2.13`,
-    `2.13.0+cpu`). Raises :class:`UsageError` if the catalog does not have the policies of this
-    device or release.
+    """By overload name, the policy of each op that autocast wraps in a release (`2.13.0+cpu`).
+    Raises :class:`UsageError` if the catalog does not have those of this device or release.
     """
     known = releases()
     if has_extension(torch) or release_of(torch) not in known:

@@ -70,9 +70,8 @@ class _Change(NamedTuple):
 
 
 class VersionedFile(Generic[AnyVersion, Row]):
-    """A file with lines of the type ``version`` and rows of the type ``row``, which are read on
-    first use. ``check`` returns what is wrong with one. A :class:`CatalogError` has the hint
-    ``rebuild``.
+    """A file with lines of the type ``version`` and rows of the type ``row``, read on first use.
+    ``check`` returns what is wrong with one. A :class:`CatalogError` has the hint ``rebuild``.
     """
 
     def __init__(

@@ -19,10 +19,8 @@ from lowprec_check.process.interpreter import open_descriptors
 
 
 def shared_file() -> int:
-    """A new descriptor of an empty file: in memory on Linux, so that no temporary folder is needed;
-    else in one.
-
-    Raises :class:`UsageError` if neither is possible.
+    """A new descriptor of an empty file: in memory on Linux, else in a temporary folder. Raises
+    :class:`UsageError` if neither is possible.
     """
     open_descriptors()
     try:

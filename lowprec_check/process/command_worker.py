@@ -89,10 +89,8 @@ Task = TypeVar("Task", bound=_HasOp)
 
 class TaskQueue(Generic[Task, Message]):
     """Tasks for workers that run one command: a worker has one at a time, and is replaced if it
-    ends.
-
-    The first message of a worker says that it has started, each later one is the answer to its
-    task. While it has a task, its breadcrumb names the op, from when the task is sent.
+    ends. The first message of a worker says that it has started, each later one is the answer to
+    its task. While it has a task, its breadcrumb names the op, from when the task is sent.
     """
 
     def __init__(
@@ -107,10 +105,8 @@ class TaskQueue(Generic[Task, Message]):
         on_send: Callable[[Task], None] = lambda _: None,
     ) -> None:
         """A worker is killed if it has not started after ``start_seconds``, or if one call takes
-        longer than ``call_seconds``.
-
-        ``folder`` is for breadcrumbs, logs and temporary files of the workers; ``command`` gets the
-        option ``--breadcrumb``.
+        longer than ``call_seconds``. ``folder`` is for breadcrumbs, logs and temporary files of the
+        workers; ``command`` gets the option ``--breadcrumb``.
         """
         self.waiting: collections.deque[Task] = collections.deque()
         self.workers: list[LineWorker[Message]] = []
@@ -154,10 +150,8 @@ class TaskQueue(Generic[Task, Message]):
 
     def events(self) -> Iterator[tuple[Task | None, Message | StateEvent[LineWorker[Message]]]]:
         """Yield each message with the task that it answers, and the end of each worker with the
-        task that it was at, until none is left.
-
-        ``None`` stands for the task of a worker that had just started. A task that is put back into
-        :attr:`waiting` is sent again.
+        task that it was at, until none is left. ``None`` stands for the task of a worker that had
+        just started. A task that is put back into :attr:`waiting` is sent again.
         """
         for event in self.supervisor.events():
             worker = event.worker

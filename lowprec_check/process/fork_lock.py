@@ -9,7 +9,6 @@ from typing import Any
 
 class ForkLock:
     """A lock to enter by ``with``, several times by one thread; in a fork nobody holds it.
-
     Instances are kept for the life of the process: make them at module level, or in an object that
     is there once.
     """

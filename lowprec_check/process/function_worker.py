@@ -136,9 +136,7 @@ class FunctionWorker(Worker[Message]):
         descriptors: Sequence[int] = (),
     ) -> None:
         """``log`` is the descriptor for the traceback that ``faulthandler`` writes when a signal or
-        a limit kills the worker.
-
-        A fresh interpreter inherits ``descriptors``.
+        a limit kills the worker. A fresh interpreter inherits ``descriptors``.
         """
         super().__init__(breadcrumb)
         self._decode = decode

@@ -65,9 +65,7 @@ _ROUNDS = 100
 
 def end_family(leader: int, mark: int) -> None:
     """Kill the group of ``leader`` and all processes with its mark; those that clean up after them
-    may do so first.
-
-    Where processes have no marks, as on macOS, this is the group alone.
+    may do so first. Where processes have no marks, as on macOS, this is the group alone.
     """
     killed, cleaners = set[int](), set[int]()
     for _ in range(_ROUNDS):

@@ -52,9 +52,8 @@ if sys.path[:1] == [""]: del sys.path[0]
 
 
 def python_command(code: str, *arguments: str, python: str = sys.executable) -> list[str]:
-    """The command that runs ``code``, which cannot import from the current folder.
-
-    Python 3.10 has no option for this, and ``-m`` imports from the current folder first.
+    """The command that runs ``code``, which cannot import from the current folder. Python 3.10 has
+    no option for this, and ``-m`` imports from the current folder first.
     """
     return [python, "-c", _START.format(parent=os.getpid()) + code, *arguments]
 

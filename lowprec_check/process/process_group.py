@@ -56,10 +56,8 @@ class Guardian:
 
     def temporary_folder(self) -> str:
         """A new folder for the temporary files of a worker and of all that it starts, inside one of
-        this process.
-
-        Its path is short, since those of sockets have 107 characters at most. Raises ``OSError`` if
-        there is no place for it.
+        this process. Its path is short, since those of sockets have 107 characters at most. Raises
+        ``OSError`` if there is no place for it.
         """
         with self._lock:
             if self._folder is None:
@@ -163,7 +161,6 @@ class ProcessGroup:
 
     def end(self) -> None:
         """Kill the process if it still runs, and all that it has started; wait until it has ended.
-
         The process is reaped only after its group was killed, so that its number cannot belong to
         another one.
         """
@@ -239,11 +236,9 @@ WHOLE_PROCESS = ForkLock()
 
 def fork(run: Callable[[], object]) -> ProcessGroup:
     """Start a copy of this process that calls ``run`` in its main thread, then exits without the
-    exit handlers.
-
-    OpenMP keeps a pool of threads for each thread that used it, and the copy would wait for the
-    threads of a pool, which were not copied. So the pool of this thread is released first; if that
-    is not possible, a new thread forks.
+    exit handlers. OpenMP keeps a pool of threads for each thread that used it, and the copy would
+    wait for the threads of a pool, which were not copied. So the pool of this thread is released
+    first; if that is not possible, a new thread forks.
     """
     with WHOLE_PROCESS:
         lifeline, mark = GUARDIAN.lifeline(), new_mark()
@@ -260,7 +255,6 @@ def fork(run: Callable[[], object]) -> ProcessGroup:
 
 def _release_threads() -> bool:
     """End the pool of threads of the calling thread, in every GNU OpenMP runtime that is loaded.
-
     False if a runtime has no function for this (before GCC 9), or the calling thread is in a
     parallel region. Runtimes of Intel and LLVM handle a fork themselves.
     """

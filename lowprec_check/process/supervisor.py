@@ -114,9 +114,7 @@ class Worker(Generic[Message]):
 
     def end(self) -> None:
         """Kill the process if it still runs, with all that it started, wait until it has ended, and
-        close its pipes.
-
-        May be called from any thread if there are no pipes.
+        close its pipes. May be called from any thread if there are no pipes.
         """
         self._group.end()
 
@@ -182,10 +180,8 @@ class Supervisor(Generic[AnyWorker, Message]):
             self._workers.remove(worker)
 
     def events(self) -> Iterator[MessageEvent[AnyWorker, Message] | StateEvent[AnyWorker]]:
-        """Yield events until no worker is left.
-
-        All messages of a worker come before its end. A worker past a limit is killed before this is
-        reported.
+        """Yield events until no worker is left. All messages of a worker come before its end. A
+        worker past a limit is killed before this is reported.
         """
         while self._workers:
             waitables = [waitable for worker in self._workers for waitable in worker.waitables()]

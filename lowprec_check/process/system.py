@@ -99,7 +99,6 @@ _poll: Any = getattr(select, "poll", None)
 
 def wait_for(waitables: Sequence[int | Connection], seconds: float) -> bool:
     """Wait until a pipe or descriptor is ready, for ``seconds`` at most; whether one is.
-
     :func:`multiprocessing.connection.wait` asks :mod:`time` how long it has waited: it never ends
     if that stands still.
     """

@@ -151,8 +151,7 @@ class CoverageGate:
 
     def why_kept(self) -> str | None:
         """Why the report must not replace the baseline in the same file; ``None`` if it may. A new
-        gap that it accepted would pass the next run; a run in a precision that it lost would be an
-        error.
+        gap that it accepted would pass the next run; a run in a lost precision would be an error.
         """
         if not self.replaces or self.changes is None or self.baseline is None:
             return None

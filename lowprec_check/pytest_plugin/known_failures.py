@@ -51,9 +51,8 @@ class EntryOfTest:
                 self.found[item.nodeid] = entry
 
     def unused(self, config: pytest.Config, items: Sequence[pytest.Item]) -> list[int]:
-        """Positions of the entries that name no test, although its file was collected or is
-        missing. None if only parts of files were collected. Tests of entries that do not apply here
-        may exist elsewhere only.
+        """Positions of the entries that apply here and name no test, although its file was
+        collected or is missing; none if only parts of files were collected.
         """
         if any("::" in argument for argument in config.args) or config.getoption("lf", False):
             return []

@@ -145,9 +145,8 @@ def _check(entry: KnownFailure) -> None:
 
 
 def closest(entries: Iterable[KnownFailure], test: str) -> KnownFailure | None:
-    """The entry of a test: the exact one, else the pattern with the most characters that are no
-    star, of equal ones that with the most conditions; a :class:`UsageError` if two are equally
-    close.
+    """The entry of a test: the exact one, else the pattern with the most characters besides stars,
+    of equal ones that with the most conditions; a :class:`UsageError` if two are equally close.
     """
 
     def closeness(entry: KnownFailure) -> tuple[bool, int, int]:
@@ -290,7 +289,6 @@ class Change(NamedTuple):
 
 def updated(before: Manifest, results: Mapping[str, Result], missing: Iterable[KnownFailure] = ()) -> Change:
     """Update ``before`` by the results of the tests that ran; tests of ``missing`` do not exist.
-
     Other entries are unchanged, also patterns: a test that raises something else than its pattern
     gets its own entry. Reasons and other keys are kept, but for a ``match`` that fails.
     """

@@ -121,9 +121,8 @@ _not_measurable: dict[str, NotMeasurableError] = {}
 
 @cache
 def _measured(device: str, ops: tuple[str, ...]) -> BriefSweep | None:
-    """Run the samples of operators in a worker that is kept; ``None`` if that is not possible. A
-    :class:`UsageError` if neither the extra `catalog` is here nor the installed torch in the
-    catalog.
+    """Run the samples of operators in a kept worker; ``None`` if that is not possible, but a
+    :class:`UsageError` if the catalog does not have the installed torch either.
     """
     from lowprec_check.engine.sweep.kept_sweep import NotMeasurableError, measure_briefly
 

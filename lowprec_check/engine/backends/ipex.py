@@ -55,10 +55,8 @@ class ExtensionBackend(Backend):
 
 def optimized(model: Any, precision: Precision, **options: Any) -> Any:
     """A copy of ``model``, an ``nn.Module`` in ``precision`` on the CPU, after ``ipex.optimize``
-    with ``options``.
-
-    Raises ``AssertionError`` for a model in training mode, and for weights that the processor
-    cannot prepack.
+    with ``options``. Raises ``AssertionError`` for a model in training mode, and for weights that
+    the processor cannot prepack.
     """
     torch: Any = importlib.import_module("torch")
     ipex: Any = importlib.import_module("intel_extension_for_pytorch")

@@ -39,10 +39,9 @@ _WARM_UP_CALLS = 2
 
 
 def frozen_trace(model: Any, example: Example) -> Any:
-    """An ``nn.Module`` in eval mode as a frozen graph, after the calls that optimize it.
-
-    Without autocast's cache of weights: the graph would hold a cast weight of another call as an
-    input. Raises what torch raises if the model cannot be traced.
+    """An ``nn.Module`` in eval mode as a frozen graph, after the calls that optimize it. Without
+    autocast's cache of weights: the graph would hold a cast weight of another call as an input.
+    Raises what torch raises if the model cannot be traced.
     """
     import torch
 

@@ -84,10 +84,8 @@ class OnnxRuntime(GraphBackend):
 
 def _ops_in_fp32(graph: Any) -> list[str]:
     """The ops of an fp16 model for which the CPU provider has no fp16 kernel: around each, it
-    inserts casts to fp32 and back.
-
-    Found by a session for one node of each kind and dtypes, alone: casts between two such nodes are
-    removed.
+    inserts casts to fp32 and back. Found by a session for one node of each kind and dtypes, alone:
+    casts between two such nodes are removed.
     """
     import onnx
     import onnxruntime

@@ -32,9 +32,8 @@ OnProduct = Callable[[str, tuple[Any, ...], Tensor, bool], None]
 
 def layer_errors(fp32: nn.Module, converted: nn.Module, calls: Iterable[Call]) -> list[LayerError]:
     """Relative L2 errors of the outputs of the quantized layers over all ``calls``, in the order
-    they are called.
-
-    ``fp32`` is the prepared model. Empty if the two models do not call the same operators.
+    they are called. ``fp32`` is the prepared model. Empty if the two models do not call the same
+    operators.
     """
     parameters = [(name, parameter) for name, parameter in fp32.named_parameters() if parameter.numel()]
     modules = {parameter.data_ptr(): name.rpartition(".")[0] for name, parameter in parameters}

@@ -69,7 +69,6 @@ def fitting_torchao() -> str:
 
 def quantize(model: nn.Module, example: Call, calibration: Calibration) -> Quantized:
     """Quantize a copy of ``model`` in the current context (autocast); ``model`` is left unchanged.
-
     ``example`` is a call of it, to whose shapes the result is bound. Raises :class:`UsageError` if
     no library is installed that can, the model is in training mode, or no layer of it can be
     quantized.

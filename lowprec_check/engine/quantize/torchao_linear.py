@@ -19,10 +19,8 @@ from lowprec_check.schema.measures import LayerError
 
 def quantize_linear(model: nn.Module, config: str, calibration: Calibration | None, *, freezes: bool) -> Any:
     """A copy with weights in int8, compiled, with constant weights if it ``freezes``; with
-    ``calibration``, smoothed on it (SmoothQuant).
-
-    ``config`` is the name of a class of ``torchao.quantization``. Raises :class:`UsageError` if it
-    quantizes no linear layer.
+    ``calibration``, smoothed on it (SmoothQuant). ``config`` is the name of a class of
+    ``torchao.quantization``. Raises :class:`UsageError` if it quantizes no linear layer.
     """
     quantized = copy.deepcopy(model)
     with quiet(), torch.no_grad():

@@ -122,7 +122,6 @@ def _prepared(model: nn.Module, example: Call) -> GraphModule:
 
 def layer_errors(fp32: GraphModule, converted: GraphModule, calls: Iterable[Call]) -> list[LayerError]:
     """Relative L2 errors of the layers' outputs over all ``calls``, in the order of the graph.
-
     ``fp32`` is a prepared graph, not yet calibrated; both are run, in the current context and
     without autocast.
     """

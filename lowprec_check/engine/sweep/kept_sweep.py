@@ -131,9 +131,8 @@ class OperatorSweep:
         self.total = 0
 
     def measure(self, only: Sequence[str] | None, jobs: int = 1) -> list[Answer]:
-        """Measure all operators or those in ``only``; the answers are sorted. Workers are kept for
-        the next call. Raises :class:`NotMeasurableError`, or :class:`UsageError` for an unknown
-        operator.
+        """Measure all operators or those in ``only``; the answers are sorted. Workers are kept.
+        Raises :class:`NotMeasurableError`, or :class:`UsageError` for an unknown operator.
         """
         # What an interrupted call has left in the queue is dropped.
         self.answers, self.total = {}, 0
