@@ -100,10 +100,7 @@ def compat(
     # Rows of other models, which the folder has from earlier calls, do not decide the exit code.
     asked = {request.slug for request in requests}
     failed = sum(row.state == "failed" and row.slug in asked for row in matrix.rows)
-    earlier = len(matrix.rows) - len(scanned)
-    rows = counted(len(matrix.rows), "row")
-    if earlier:
-        rows += f" ({earlier} of earlier runs)"
+    rows = counted(len(matrix.rows), "row") + fill(" ({} of earlier runs)", len(matrix.rows) - len(scanned))
     print(f"{rows}, {failed} could not be scanned: {visible(str(output / 'index.md'))}")
     if without_pages:
         print_status(

@@ -42,7 +42,7 @@ from lowprec_check.errors import Terminated, UsageError
 from lowprec_check.report.registry import FORMATS
 from lowprec_check.schema.options import OUTPUT, PlanOptions, ScanOptions
 from lowprec_check.schema.registry import choices
-from lowprec_check.schema.statements import counted
+from lowprec_check.schema.statements import agree, counted
 
 if TYPE_CHECKING:
     from lowprec_check.analysis.baseline import Baseline
@@ -170,9 +170,7 @@ def _apply_baseline(
         return result, saves
     result, stale = accept(result, accepted)
     if stale:
-        what = "findings in the baseline no longer occur"
-        if len(stale) == 1:
-            what = "finding in the baseline no longer occurs"
+        what = agree(len(stale), "finding in the baseline no longer occurs", "findings in the baseline no longer occur")
         print_status(f"{len(stale)} {what}; --update-baseline removes them")
     return result, saves
 

@@ -123,12 +123,9 @@ def _accepted_by(options: Sequence[Any], value: Any, context: Any) -> bool:
 
 def _problem(option: Any, value: Any, context: Any) -> str | None:
     """Why the option does not accept the value; ``None`` if it does."""
-    items = value
-    if not isinstance(value, list):
-        items = [value]
     if isinstance(value, list) and not option.multiple:
         return "one value is expected, not a list."
-    for item in items:
+    for item in value if isinstance(value, list) else [value]:
         if not isinstance(item, (str, int, float)) or (isinstance(item, bool) and not option.is_flag):
             return f"a text or a number is expected, not {item!r}."
     # The option itself says what it accepts, as for a value on the command line.
@@ -159,6 +156,4 @@ def _given(option: Any, value: Any, context: Any, folder: Path) -> Any:
     def below(text: str) -> str:
         return text if text == "-" else os.path.relpath(folder / text)
 
-    if option.multiple:
-        return list(map(below, texts))
-    return below(texts)
+    return list(map(below, texts)) if option.multiple else below(texts)

@@ -40,17 +40,13 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _RESUME = "Start the cluster again and run the same command to resume."
-
 _POLL_SECONDS = 10
 # How long to wait for the scheduler to answer.
 _CONNECT_SECONDS = 20.0
-
 # How long to wait for a first worker, or for a new one after the last has died.
 _WORKER_SECONDS = 60
-
 # How long to wait for calls to end before they are ended again.
 _STOP_SECONDS = 0.1
-
 # How long the transfer of a result may take; it never ends if the worker died with the result.
 _RESULT_SECONDS = 30
 
@@ -227,7 +223,7 @@ def scan_all(
     ended.
 
     ``folder`` gets ``matrix.json`` and ``scans/<slug>.json``, and is made again if it is removed. A
-    model without a scan is done if it has all ``pages`` (suffixes). ``on_row`` gets the numbers of
+    model without a scan is done if it has all its pages. ``on_row`` gets the numbers of
     finished and all rows, the row, and its result, ``None`` if the scan failed. Raises
     :class:`UsageError`.
     """

@@ -53,7 +53,7 @@ def coverage_document(found: Coverage) -> Document:
     """Counts, operators (a terminal shows those with gaps), and the tests that use each gap."""
     blocks = [Say(_TITLE, role="title", detail="more"), *_head(found)]
     uses = sorted(found.ops, key=lambda use: (use.worst, use.op))
-    blocks += [Heading("Operators"), _uses(found, uses, "operators", most=len(found.gaps))]
+    blocks += [Heading("Operators"), _uses(found, uses, "operators")]
     blocks.append(Heading("Tests that use them"))
     for use in found.gaps:
         tests = [Row([test]) for test in found.tests_of(use)]
@@ -104,8 +104,9 @@ def _incomplete(found: Coverage) -> Iterator[Block]:
         yield Say(f"{why}: {some(tests, _SHOWN_NAMES)}", role="item")
 
 
-def _uses(found: Coverage, uses: Sequence[OpUse], name: str, most: int = 0) -> Table:
-    """A row per operator; at least ``most`` of them are shown."""
+def _uses(found: Coverage, uses: Sequence[OpUse], name: str) -> Table:
+    """A row per operator; those with gaps are shown."""
+    most = len(found.gaps)
     columns = [
         Column("operator", "op"),
         *(Column(precision_of(key)) for key in found.dtypes),
@@ -255,7 +256,7 @@ def step_summary(
         blocks += change_blocks(changes.new_gaps) or [Say(verdict(changes))]
     blocks += _incomplete(found)
     if found.gaps:
-        gaps = _uses(found, found.gaps, "gaps", most=len(found.gaps))
+        gaps = _uses(found, found.gaps, "gaps")
         blocks.append(Fold(f"All {counted(len(found.gaps), 'gap')}", [gaps]))
     # Markdown limits characters, GitHub bytes
     document, most = Document(_TITLE, blocks), longest

@@ -42,10 +42,9 @@ _PREDICTED = "Predicted: emulated on a CPU, nothing ran on that device."
 def matrix_document(
     matrix: Matrix, title: str = "Compatibility", *, pages: str | None = ".md", note: str = ""
 ) -> Document:
-    """The index: totals, a row per model, and on a page a row per run.
+    """The index: totals, a row per model, and on a page a row per run. ``note`` follows the title.
 
     Each model links to ``models/<slug>`` with the suffix ``pages``, unless that is ``None``.
-    ``note`` follows the title.
     """
     scanned = [row for row in matrix.rows if row.state == "scanned"]
     failed = [row for row in matrix.rows if row.state == "failed"]

@@ -98,12 +98,8 @@ def render(result: ScanResult, format: str) -> str:
 
 def write(result: ScanResult, path: Path, format: str | None = None, *, verbose: bool = False) -> None:
     """Write the report to ``path`` in UTF-8, in ``format`` or else in the format of the suffix;
-    ``verbose`` lists notes.
-
-    Raises:
-        UsageError: the file cannot be written.
+    ``verbose`` lists notes. Raises :class:`UsageError` if the file cannot be written.
     """
-    # a name wins over the suffix
     chosen = FORMATS.get(format) if format else format_of(path)
     render = chosen.render_verbose if verbose else chosen.render
     write_file(path, render(result))
