@@ -6,7 +6,6 @@ import contextlib
 import os
 import sys
 from pathlib import Path
-from types import TracebackType
 
 from lowprec_check.errors import UsageError
 from lowprec_check.report.matrix import matrix_document
@@ -81,9 +80,7 @@ class ReportFolder:
         self._prepare()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._unlock()
 
     def _prepare(self) -> None:
