@@ -104,12 +104,10 @@ class VersionedFile(Generic[AnyVersion, Row]):
         self._chains: list[frozenset[int]] = []
         for index, base in enumerate(bases(self.versions)):
             self._chains.append(frozenset({index}) | (frozenset() if base is None else self._chains[base]))
+        # The changes by operator; rows are decoded later.
         self._changes: dict[str, list[_Change]] = {}
-        self._index(lines, 2 + head.versions, indices)
-
-    def _index(self, lines: Sequence[bytes], first: int, indices: Mapping[str, int]) -> None:
         last = ""
-        for number, line in enumerate(lines[first - 1 :], first):
+        for number, line in enumerate(lines[1 + head.versions :], 2 + head.versions):
             parts = _CHANGE.fullmatch(line)
             if parts is None:
                 self._decode(number, line, list[msgspec.Raw])
