@@ -47,10 +47,8 @@ from lowprec_check.schema.options import FixOptions, ScanOptions
 from lowprec_check.schema.scan_result import ScanResult
 from lowprec_check.schema.statements import counted, short_op
 
-LEAST_SECONDS = 60.0
-"""For the search after a scan that took less, and for each trial."""
-SLOW_SECONDS = 30.0
-"""After a longer scan, each run of a trial has its own process, with limits for calls and ops."""
+LEAST_SECONDS = 60.0  # for the search after a scan that took less, and for each trial
+SLOW_SECONDS = 30.0  # after a longer scan, each run of a trial has its own process, with limits for calls and ops
 MOST_ROUNDS = 8
 
 

@@ -25,12 +25,9 @@ from lowprec_check.schema.options import FixOptions, ScanOptions
 from lowprec_check.schema.precisions import BF16, FP16
 from lowprec_check.schema.statements import counted, say
 
-STEPS = 8
-"""That are run by default."""
-NEARER = 0.5
-"""Part of the distance from fp32's weights (1: weights that do not move) that a patch may leave."""
-SECONDS = 600.0
-"""For the steps of a script."""
+STEPS = 8  # that are run by default
+NEARER = 0.5  # part of the distance from fp32's weights (1: weights that do not move) that a patch may leave
+SECONDS = 600.0  # for the steps of a script
 Change = tuple[SourceText, SourceFix]
 
 

@@ -41,8 +41,7 @@ from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import REFERENCE
 from lowprec_check.schema.scan_result import Run
 
-NEAR = 0.3
-"""The part of the tolerance from which on the rounding of buffers may be why a run fails."""
+NEAR = 0.3  # the part of the tolerance from which on the rounding of buffers may be why a run fails
 Goal = Literal["glance", "step", "proof"]
 Grown = Iterator[SourceTrial]
 
@@ -52,11 +51,9 @@ class PlainTrial:
     """A trial of a source: plain runs in fp32 and each precision, in a session."""
 
     fp32: Run  # the reference of the scan, without its op calls
-    goal: Goal
-    """``glance``: which pass. ``proof``: and further inputs, fp32's bits. ``step``: or analysis."""
+    goal: Goal  # ``glance``: which pass. ``proof``: and further inputs, fp32's bits. ``step``: or analysis
     passing: tuple[str, ...] = ()
-    apart: bool = False
-    """Whether each run has a process of its own, which is ended if an op takes too long."""
+    apart: bool = False  # whether each run has a process of its own, which is ended if an op takes too long
 
     def __call__(self, source: TargetSource, isolation: Isolation | None, options: ScanOptions) -> Grown:
         """What was found."""

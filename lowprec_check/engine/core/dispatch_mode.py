@@ -255,11 +255,9 @@ class CalledFunctions:
 class RunningCall(NamedTuple):
     """The call of a C function that a Python frame is making, read from the frame's code."""
 
-    frame: int
-    """The ``id`` of the frame that makes it; the frame itself would keep its variables alive."""
+    frame: int  # the ``id`` of the frame that makes it; the frame itself would keep its variables alive
     position: int  # the instruction that makes it
-    names: frozenset[str]
-    """What its line has loaded so far, with the function: ``cdist`` of ``torch.cdist(x, y)``."""
+    names: frozenset[str]  # what its line has loaded so far, with the function: ``cdist`` of ``torch.cdist(x, y)``
 
 
 def running_call() -> RunningCall | None:

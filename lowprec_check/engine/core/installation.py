@@ -10,8 +10,7 @@ from lowprec_check.catalog.versions import installed_version
 
 IPEX = "intel-extension-for-pytorch"
 
-LAST_FIT = (2, 8)
-"""The torch of the last release of Intel's extension, 2.8.0: it is archived."""
+LAST_FIT = (2, 8)  # the torch of the last release of Intel's extension, 2.8.0: it is archived
 
 ARCHIVED = "Intel's extension is archived and its last release fits torch 2.8 only"
 

@@ -16,8 +16,7 @@ from lowprec_check.schema.axes import accelerators
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
 EXPLICIT_NONFUNCTIONAL = torch._C.DispatchKey.CompositeExplicitAutogradNonFunctional
-IN_PLACE = torch._C.DispatchKey.ADInplaceOrView
-"""The key that counts writes (``_version``) and tracks views."""
+IN_PLACE = torch._C.DispatchKey.ADInplaceOrView  # the key that counts writes (``_version``) and tracks views
 
 # Whether a write in the body of a ``custom_op`` counts besides the op's: in torch 2.13, not 2.11.
 _COUNTS_WRITES_INSIDE = hasattr(CustomOpDef, "_register_mutation_version_bump")

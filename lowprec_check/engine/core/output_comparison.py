@@ -55,14 +55,11 @@ class OutputComparison(NamedTuple):
     """The error of a whole output, and whether it has a NaN or Inf that the reference lacks."""
 
     error: ErrorStats
-    distance: float
-    """What the tolerance limits: rel_l2, or the share of integers that differ; may be ``inf``."""
+    distance: float  # what the tolerance limits: rel_l2, or the share of integers that differ; may be ``inf``
     nonfinite: bool = False
     note: str | None = None
-    compared: bool = True
-    """False if the output has no number, or no integers and in fp32 too only zeros."""
-    rms: float | None = None
-    """Root mean square of the floating leaf of the reference that has this error, if any."""
+    compared: bool = True  # false if the output has no number, or no integers and in fp32 too only zeros
+    rms: float | None = None  # root mean square of the floating leaf of the reference that has this error, if any
     leaf: int | None = None  # the number of that leaf
 
 

@@ -21,8 +21,7 @@ from lowprec_check.errors import encodable
 from lowprec_check.process.interpreter import current_folder
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-PACKAGE = os.path.dirname(lowprec_check.__file__) + os.sep
-"""The folder of this package."""
+PACKAGE = os.path.dirname(lowprec_check.__file__) + os.sep  # the folder of this package
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 
 
@@ -32,8 +31,7 @@ class SourceLines(NamedTuple):
     source: str | None  # the innermost line that is not torch's; ``None`` if there is none
     caller: str | None = None
     """The innermost line of the user's own files, if ``source`` is in a package; ``""`` if none."""
-    span: str | None = None
-    """The expression in that line of the user's own files, as :attr:`OpCall.span` has it."""
+    span: str | None = None  # the expression in that line of the user's own files, as :attr:`OpCall.span` has it
 
 
 @functools.cache
@@ -216,8 +214,7 @@ class ModuleStack:
         self._names = module_names(model)
         self._stack: list[tuple[torch.nn.Module, str]] = []
         self._handles: list[Any] = []
-        self.current = ""
-        """Dotted path of the innermost running module; ``""`` for the model itself."""
+        self.current = ""  # dotted path of the innermost running module; ``""`` for the model itself
         self.calls: Counter[str] = Counter()
 
     def __enter__(self) -> ModuleStack:

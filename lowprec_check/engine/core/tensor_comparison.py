@@ -16,8 +16,7 @@ from torch import Tensor
 
 from lowprec_check.engine.core.floating_dtypes import NARROW, as_real
 
-CHUNK = 1 << 19
-"""Elements per chunk on a CPU: 2 MiB in fp32, which hide the start of threads and fit the cache."""
+CHUNK = 1 << 19  # elements per chunk on a CPU: 2 MiB in fp32, which hide the start of threads and fit the cache
 
 _FEW = 4096  # elements that are counted in one op
 # Below it, values and sums of squares are compared exactly: fp32 squares below 1e-38 lose digits.
@@ -29,8 +28,7 @@ _LEAST = 1e-300
 class TensorComparison(NamedTuple):
     """The result of comparing one tensor with its references."""
 
-    errors: list[float]
-    """rel_l2 against each reference; ``inf`` if a value is not finite or the reference is 0."""
+    errors: list[float]  # rel_l2 against each reference; ``inf`` if a value is not finite or the reference is 0
     absmax: float  # largest finite magnitude
     introduced_inf: int
     introduced_nan: int
@@ -92,8 +90,7 @@ class Norm:
         self.device, self.dtype = tensor.device, tensor.dtype
 
 
-Figure = Tensor | Norm
-"""A tensor of one number, or a norm."""
+Figure = Tensor | Norm  # a tensor of one number, or a norm
 
 
 class UnreadComparison:
@@ -110,8 +107,7 @@ class UnreadComparison:
         """The largest magnitude, NaN if there is one; the 2-norm of each reference."""
         differences = [Norm(torch.sub(value, other), 2.0) for other in others]
         self.figures: list[Figure] = [*self.norms, *differences]
-        self.nbytes = sum(norm.tensor.nbytes for norm in (*self.norms, *differences))
-        """The memory that it holds."""
+        self.nbytes = sum(norm.tensor.nbytes for norm in (*self.norms, *differences))  # the memory that it holds
         if self._count_flushed:
             reference = others[0]
             below_normal, below_all = _limits(self._dtype, reference.dtype)
@@ -173,8 +169,7 @@ class SmallValues(NamedTuple):
     """Numbers of elements of a reference at the bottom of a dtype's range."""
 
     nonzero: int = 0  # all that are not zero
-    subnormal: int = 0
-    """Those below the dtype's smallest normal number: they have fewer digits there, or are zero."""
+    subnormal: int = 0  # those below the dtype's smallest normal number: they have fewer digits there, or are zero
     flushed: int = 0  # those below its smallest number that are zero in the dtype: underflow
 
     def shares(self) -> tuple[float, float]:

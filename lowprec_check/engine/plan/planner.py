@@ -34,8 +34,7 @@ from lowprec_check.schema.plan import Plan, Planning
 from lowprec_check.schema.precisions import plan_bases
 from lowprec_check.schema.scan_result import ScanResult
 
-QUICK = Limits(max_trials=60, seconds=120.0, most_alone=3)
-"""Limits of the search that a scan does by default."""
+QUICK = Limits(max_trials=60, seconds=120.0, most_alone=3)  # limits of the search that a scan does by default
 
 
 @dataclass(frozen=True, kw_only=True)

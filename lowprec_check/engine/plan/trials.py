@@ -29,8 +29,7 @@ from lowprec_check.schema.run_key import PLAN
 from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.statements import counted, say, short_op, some
 
-SLOWER = 1.5
-"""Times a plan already found that a base may take to be searched, unless its calls are short."""
+SLOWER = 1.5  # times a plan already found that a base may take to be searched, unless its calls are short
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,8 +89,7 @@ class Proposal:
     """The best plan that the search found for one base."""
 
     attempt: Attempt
-    run: Run | None = None
-    """The base with modules kept, as a ``plan`` run; its error is the worst of all batches."""
+    run: Run | None = None  # the base with modules kept, as a ``plan`` run; its error is the worst of all batches
     minimal: bool = False
     untried: Keep = ()  # modules of the plan that were not tried in low precision, each alone
     stopped: str | None = None

@@ -40,8 +40,7 @@ class Held(NamedTuple):
 
     values: Tensor
     reference: Tensor
-    origins: Tensor
-    """A bit for each place where the Inf or NaN of an element originates, shaped as the values."""
+    origins: Tensor  # a bit for each place where the Inf or NaN of an element originates, shaped as the values
 
 
 class DispatchedCall:
@@ -65,8 +64,7 @@ class DispatchedCall:
         """Its inputs before it ran, compared with the reference; without those that equal it."""
         self.held: dict[int, Held] = {}
         """By ``id``, before it ran: what it reads with new Inf or NaN, then what it writes to."""
-        self.involved = False
-        """Whether low-precision values reach this op; if not, it is its own reference."""
+        self.involved = False  # whether low-precision values reach this op; if not, it is its own reference
         self.module = ""
         self.lines = SourceLines(None)
         self.instruction = -1  # in the code of its line, see :func:`instruction_of`

@@ -28,8 +28,7 @@ from lowprec_check.engine.trace.pending_figures import PendingFigures
 from lowprec_check.engine.trace.twins import Twin, Twins
 from lowprec_check.schema.op_calls import OpCall
 
-COMPACT = torch.bfloat16
-"""The dtype in which the tape stores errors."""
+COMPACT = torch.bfloat16  # the dtype in which the tape stores errors
 
 AddedErrors = tuple[Tensor | None, ...]
 """What an op adds to the error of a result, given its inputs: by part, or by format; ``None``:
@@ -79,8 +78,7 @@ class ErrorTape:
         self._writers: dict[int, int] = {}
         self._dispatch_keys = (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
         self.stopped: str | None = None  # why the tape stopped early, in words
-        self.blocked: dict[str, None] = {}
-        """Ops with inputs that have errors, through which no derivative leads."""
+        self.blocked: dict[str, None] = {}  # ops with inputs that have errors, through which no derivative leads
         self._call: _TapedCall | None = None
         self.saving: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         """How its graphs save tensors."""
@@ -349,8 +347,7 @@ class _Output(NamedTuple):
     """A floating tensor that an op wrote."""
 
     part: Part
-    values: Tensor | None
-    """The reference values with the graph of the op; ``None`` if no derivative leads there."""
+    values: Tensor | None  # the reference values with the graph of the op; ``None`` if no derivative leads there
     errors: list[Tensor | None]
     """In the order of :data:`AddedErrors`; those that turn out to be zero become ``None``."""
     narrow: torch.dtype | None  # its dtype in the run, if that is narrower than fp32

@@ -36,8 +36,7 @@ from lowprec_check.process import system
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.schema.scan_result import Gap, GapKind, Layer
 
-SLOW_RATIO = 8.0
-"""A kernel is slow if it takes more than this many times as long as fp32."""
+SLOW_RATIO = 8.0  # a kernel is slow if it takes more than this many times as long as fp32
 
 SLOW_SECONDS, COLD_SECONDS = 0.01, 0.05
 """A call up to the first is never slow: emulation would save nothing. The first slow call of an op

@@ -28,8 +28,7 @@ class Kept(NamedTuple):
     """What goes with one module in fp32; ops by their position."""
 
     ops: frozenset[int]  # those that are wide then
-    rounded: dict[int, float]
-    """The part of the rounding of an op's results that stays, of those of which some does."""
+    rounded: dict[int, float]  # the part of the rounding of an op's results that stays, of those of which some does
 
 
 class KeptModules:
@@ -53,8 +52,7 @@ class KeptModules:
         for index, op in enumerate(ops):
             for read in op.reads:
                 self._readers[read.writer].append((index, read))
-        self.inside: dict[str, list[int]] = defaultdict(list)
-        """The ops inside each module that can be kept."""
+        self.inside: dict[str, list[int]] = defaultdict(list)  # the ops inside each module that can be kept
         for index, op in enumerate(ops):
             for path in (op.row.module, *paths_above(op.row.module)):
                 if path and path in modules:

@@ -45,8 +45,7 @@ class Lockstep:
         self._parameters: dict[int, weakref.ref[Any]] = {}
         self.is_partial = False
         """Whether it has low-precision values: of sparse weights or inputs, or after a failure."""
-        self.failures: dict[str, str] = {}
-        """Ops that it cannot follow, and why: words after the name of the op."""
+        self.failures: dict[str, str] = {}  # ops that it cannot follow, and why: words after the name of the op
 
     @property
     def wide(self) -> torch.dtype:

@@ -20,8 +20,7 @@ from lowprec_check.engine.trace.twins import Twins
 from lowprec_check.schema.measures import SAMPLE, ModuleMagnitudes
 from lowprec_check.schema.module_paths import module_around
 
-LOWEST = -149
-"""The exponent of the smallest fp32 number, that of the first bucket."""
+LOWEST = -149  # the exponent of the smallest fp32 number, that of the first bucket
 
 # The number of exponents of finite fp32 numbers: -149 to 127.
 _POWERS = 277
@@ -31,11 +30,9 @@ _NORMAL = -127 - LOWEST
 _MAGNITUDE, _SUBNORMAL = 0x7FFFFFFF, 0x7FFFFF
 _NONFINITE, _ZERO, _BUCKETS = _POWERS, _POWERS + 1, _POWERS + 2
 
-BATCH = 64
-"""Samples that are counted together."""
+BATCH = 64  # samples that are counted together
 
-MOST_MODULES = 4096
-"""Modules with a histogram of their own; values of further ones count for the module around."""
+MOST_MODULES = 4096  # modules with a histogram of their own; values of further ones count for the module around
 
 
 class MagnitudeSamples:

@@ -21,8 +21,7 @@ from lowprec_check.engine.trace.ops import map_args
 from lowprec_check.engine.trace.twins import Twins, region_of
 from lowprec_check.schema.op_calls import OpCall
 
-MOST_ORIGINS = 16
-"""Places that are told apart; those after them count as one."""
+MOST_ORIGINS = 16  # places that are told apart; those after them count as one
 
 Fill = Callable[[Tensor, torch.dtype], Tensor]
 """Finite values in place of Inf and NaN, made from those of the reference, for a dtype."""

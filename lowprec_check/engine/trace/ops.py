@@ -17,11 +17,9 @@ from lowprec_check.schema.precisions import formats
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
-TEXTS = 10_000
-"""How many different texts of dtypes or shapes are kept: rows of equal calls share them."""
+TEXTS = 10_000  # how many different texts of dtypes or shapes are kept: rows of equal calls share them
 
-TRAINING = 5
-"""The position of ``training`` in legacy batch norms."""
+TRAINING = 5  # the position of ``training`` in legacy batch norms
 
 
 class OpTraits(NamedTuple):
@@ -31,20 +29,17 @@ class OpTraits(NamedTuple):
     packet: str  # ``aten::mm``
     of_torch: bool  # is torch's own, not another package's
     skipped: bool  # allocates without writing, or reads metadata: nothing to compare
-    view: bool
-    """Returns an alias and writes nothing, or changes how a tensor shows its storage (``t_``)."""
+    view: bool  # returns an alias and writes nothing, or changes how a tensor shows its storage (``t_``)
     mutable: bool
     written: tuple[int | str, ...]  # positions and names of the arguments that the op writes to
-    random: bool
-    """Has the tag of ops that use random numbers; attention with a dropout of 0 has it too."""
+    random: bool  # has the tag of ops that use random numbers; attention with a dropout of 0 has it too
     may_draw: bool  # is ``random``, or another package's, which need not declare it
     in_training: bool  # writes only in training mode, its argument number :data:`TRAINING`
     moves: bool  # does no arithmetic
     casts: bool  # ``_to_copy`` and the like: the local error is what the cast loses
     selects: bool
     calls_ops: bool  # its kernel calls other ops, to which autocast applies
-    computes: bool
-    """Can add an error unless it draws random numbers: does not only move or cast values."""
+    computes: bool  # can add an error unless it draws random numbers: does not only move or cast values
     number_slots: tuple[tuple[int, str], ...]
     """Positions and names of arguments for a number that it takes in the dtype of its tensors."""
     workspaces: tuple[int, ...]

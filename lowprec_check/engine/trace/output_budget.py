@@ -22,12 +22,10 @@ from lowprec_check.schema.measures import ErrorBudget, ModuleShare, Share
 from lowprec_check.schema.module_paths import paths_above
 from lowprec_check.schema.op_calls import OpCall
 
-PROBES = 1
-"""Random directions in which errors are followed, beside that of the output's own error."""
+PROBES = 1  # random directions in which errors are followed, beside that of the output's own error
 
 MOST_SHARES = 200
-LEAST_SHARE = 1e-4
-"""Smaller shares are not listed."""
+LEAST_SHARE = 1e-4  # smaller shares are not listed
 
 # If the sizes of shares add up to this many times their sum, errors cancel: energy is shared then.
 _CANCELLING = 3.0
@@ -263,8 +261,7 @@ class Returned(NamedTuple):
     """One tensor of an output."""
 
     tensor: Tensor  # on the storage that the ops of the model wrote, if ``lost`` is ``None``
-    compared: Tensor
-    """As it is compared with fp32's; the same object, unless its dtype is converted."""
+    compared: Tensor  # as it is compared with fp32's; the same object, unless its dtype is converted
     lost: str | None = None  # why no error can be followed to it, in words
 
 

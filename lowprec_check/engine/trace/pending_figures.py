@@ -23,11 +23,9 @@ HELD, PART_HELD = 256 << 20, 1 / 16
 of the free memory, if that is more.
 """
 
-BATCH = 96
-"""Actions in a batch: about three for each op."""
+BATCH = 96  # actions in a batch: about three for each op
 
-BATCH_PART = 1 / 4
-"""The part of these bytes that the comparisons of a batch hold before it is closed."""
+BATCH_PART = 1 / 4  # the part of these bytes that the comparisons of a batch hold before it is closed
 
 T = TypeVar("T")
 
@@ -144,8 +142,7 @@ class _Held:
                 self.storages[index] = _storage(norm.tensor)
 
 
-Column = tuple[torch.device, torch.dtype, float | None]
-"""Where figures are, and the order of those that are norms."""
+Column = tuple[torch.device, torch.dtype, float | None]  # where figures are, and the order of those that are norms
 
 
 class _Batch:

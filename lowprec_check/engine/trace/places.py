@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from lowprec_check.engine.core.source_location import ModuleStack, SourceLines, source_lines
 from lowprec_check.schema.run_key import Phase
 
-CallSite = tuple[str, str, str | None]
-"""Op, module and source line of an op call."""
+CallSite = tuple[str, str, str | None]  # op, module and source line of an op call
 
 
 class OpPlace(NamedTuple):

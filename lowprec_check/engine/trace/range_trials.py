@@ -26,11 +26,9 @@ from lowprec_check.process import system
 from lowprec_check.schema.measures import RangeTrial
 from lowprec_check.schema.op_calls import OpCalls
 
-MOST_TRIALS = 12
-"""Places that are tried, those with most Inf first, then those with most zeros."""
+MOST_TRIALS = 12  # places that are tried, those with most Inf first, then those with most zeros
 
-Place = tuple[str, str, str | None, int]
-"""Module, op, line, and which op of this name on the line."""
+Place = tuple[str, str, str | None, int]  # module, op, line, and which op of this name on the line
 
 
 class OutOfRange(NamedTuple):

@@ -61,10 +61,8 @@ class Recorder(DispatchMode):
         journal.before_report = self._settle
         self.emulation = emulation or Emulation()
         self.input_storages: set[int] = set()  # storages that were an input of at least one op
-        self.faults: dict[str, None] = {}
-        """Failures of the instruments themselves: messages, in order, each once."""
-        self.drew = False
-        """Whether an op drew random numbers: any if errors are off, else an involved one."""
+        self.faults: dict[str, None] = {}  # failures of the instruments themselves: messages, in order, each once
+        self.drew = False  # whether an op drew random numbers: any if errors are off, else an involved one
         self.flow = DataFlow()
         self.magnitudes = MagnitudeSamples()
         self.origins = None if lockstep.figures.deferred or errors == "none" else lockstep.origins
@@ -238,8 +236,7 @@ def _milliseconds(seconds: float) -> float:
     return int(seconds * 1e7) / 1e4
 
 
-FROM_INPUT = 0
-"""In :attr:`OpCall.reads`: an input of the model, which no op call wrote."""
+FROM_INPUT = 0  # in :attr:`OpCall.reads`: an input of the model, which no op call wrote
 
 _OVERWRITES = frozenset("aten::" + name for name in ["copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_"])
 # Ops that read the shape of a tensor, not its values.

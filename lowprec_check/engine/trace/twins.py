@@ -19,8 +19,7 @@ from lowprec_check.engine.core.tensor_comparison import TensorComparison
 from lowprec_check.engine.trace.pending_figures import Pending
 from lowprec_check.schema.op_calls import OpCall
 
-Region = tuple[tuple[int, ...], tuple[int, ...], int]
-"""A part of a storage: shape, stride and offset."""
+Region = tuple[tuple[int, ...], tuple[int, ...], int]  # a part of a storage: shape, stride and offset
 
 
 def region_of(tensor: Tensor) -> Region:
@@ -43,10 +42,8 @@ class Twin:
     )
 
     def __init__(self, tensor: Tensor | None, *, shared: bool = False) -> None:
-        self.tensor = tensor
-        """The reference values, laid out as the storage; ``None``: the storage's own values."""
-        self.shared = shared
-        """Whether the values belong to the caller; they are copied before the first write."""
+        self.tensor = tensor  # the reference values, laid out as the storage; ``None``: the storage's own values
+        self.shared = shared  # whether the values belong to the caller; they are copied before the first write
         self.compared: dict[Region, Pending[TensorComparison]] = {}
         """Parts of the storage, compared since the last write; empty if they equal these values."""
         self.unused: tuple[OpCall, Callable[[], TensorComparison]] | None = None
@@ -57,14 +54,12 @@ class Twin:
         """The part that a cast gave, and the dtype that it was cast from."""
         self.cast_to: tuple[Region, torch.dtype] | None = None
         """The part that was cast last, since the last write, and the dtype that it was cast to."""
-        self.constant = False
-        """Whether the values are those of a parameter, or an unchanged cast or copy of one."""
+        self.constant = False  # whether the values are those of a parameter, or an unchanged cast or copy of one
         self.is_exact = False
         """Whether these are the values of the storage, widened, as long as they are ``shared``."""
         self.origins: tuple[Tensor, int] | None = None
         """See :mod:`nonfinite_origins`: by element, and the bytes of an element; ``None``: none."""
-        self.serial: int | None = None
-        """Identifies the storage on the error tape; ``None`` if it is not on it."""
+        self.serial: int | None = None  # identifies the storage on the error tape; ``None`` if it is not on it
         self.finalizer: weakref.ref[Any] | None = None  # removes the twin when its storage is freed
 
 

@@ -30,11 +30,9 @@ from lowprec_check.engine.train.ways.usual import PLAIN
 from lowprec_check.schema.training import ParameterGradient
 from lowprec_check.schema.ways_to_train import DEFAULT_SCALE
 
-MOST = 2.0**24
-"""The largest loss scale that is suggested."""
+MOST = 2.0**24  # the largest loss scale that is suggested
 
-MARGIN = 2.0
-"""How many times larger the gradients may become before one overflows."""
+MARGIN = 2.0  # how many times larger the gradients may become before one overflows
 
 
 class FirstGradients(Watcher):

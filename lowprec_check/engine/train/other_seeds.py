@@ -20,14 +20,11 @@ from lowprec_check.engine.model.user_code import required_arguments
 from lowprec_check.errors import Terminated, UsageError
 from lowprec_check.schema.training import NOISE_ALONE
 
-SEEDS = 4
-"""fp32 runs from other seeds."""
+SEEDS = 4  # fp32 runs from other seeds
 
-NOISE = 0.01
-"""Relative noise on each initial weight, where two runs would not differ otherwise."""
+NOISE = 0.01  # relative noise on each initial weight, where two runs would not differ otherwise
 
-STRIDE = 7919
-"""What each further seed adds to those that the user's file sets."""
+STRIDE = 7919  # what each further seed adds to those that the user's file sets
 
 _FRESH_STD, _FRESH_MAX, _LEAST = 1.25, 1.5, 64
 """Weights with at least so many elements are as a module initializes them if their standard

@@ -14,15 +14,13 @@ from torch import Tensor
 from lowprec_check.engine.train.trajectory import Samples, Trajectory
 from lowprec_check.schema.training import BEYOND, Divergence
 
-NOTABLE = 0.1
-"""The share of the squared distance to fp32 from which on a parameter is named."""
+NOTABLE = 0.1  # the share of the squared distance to fp32 from which on a parameter is named
 
 _STUDENT = {1: 127.3, 2: 14.09, 3: 7.45, 4: 5.60, 5: 4.77, 6: 4.32, 7: 4.03}
 """By degrees of freedom, the 99.75 % quantile of Student's t."""
 
 
-STILL = 0.1
-"""Weights, or a parameter, that move less than this part of the way of fp32 stand still."""
+STILL = 0.1  # weights, or a parameter, that move less than this part of the way of fp32 stand still
 
 
 class Interval(NamedTuple):

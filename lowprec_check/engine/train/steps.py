@@ -29,12 +29,10 @@ from lowprec_check.errors import UsageError, first_line, message_of, type_name
 from lowprec_check.schema.run_key import Phase
 from lowprec_check.schema.ways_to_train import Updates, WayToTrain
 
-MAX_SKIPPED = 24
-"""Steps that a ``GradScaler`` may skip: from 2¹⁶, it is then below 2⁻⁸."""
+MAX_SKIPPED = 24  # steps that a ``GradScaler`` may skip: from 2¹⁶, it is then below 2⁻⁸
 
 
-USUAL = (StepPhase((0,), (), 0, (0,)),)
-"""The phases of a step with one loss and one optimizer."""
+USUAL = (StepPhase((0,), (), 0, (0,)),)  # the phases of a step with one loss and one optimizer
 
 
 class StepResult(NamedTuple):
@@ -72,8 +70,7 @@ class TrainingStep:
         """Of several optimizers, the steps, by phase and number, that were made before a
         ``GradScaler`` skipped one: they are not made again when the step is repeated.
         """
-        self.targets: tuple[Any, ...] = target.targets
-        """What the loss gets of the batch besides the output."""
+        self.targets: tuple[Any, ...] = target.targets  # what the loss gets of the batch besides the output
         self._ready = ready
         self._call: Callable[..., Any] = ready.call if isinstance(ready.call, FailedCast) else call or target.called
         self.restart()

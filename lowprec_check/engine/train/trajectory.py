@@ -22,8 +22,7 @@ class Samples:
         self.sizes = dict(sizes)
         most = max(SAMPLED, TOGETHER // max(1, len(self.sizes)))
         self._picked: dict[str, Tensor | None] = {}
-        self.slices: dict[str, slice] = {}
-        """By name, where its elements are in what :meth:`take` returns."""
+        self.slices: dict[str, slice] = {}  # by name, where its elements are in what :meth:`take` returns
         # A small tensor is kept whole; of a large one, each sample stands for several elements.
         weights, end = [torch.zeros(0)], 0
         for name, size in self.sizes.items():
@@ -53,12 +52,10 @@ class Samples:
 class Trajectory:
     """What a run of steps did; it is saved for the runs that are compared with it."""
 
-    losses: list[float] = dataclasses.field(default_factory=list)
-    """Before each step, and after the last."""
+    losses: list[float] = dataclasses.field(default_factory=list)  # before each step, and after the last
     weights: list[Tensor] = dataclasses.field(default_factory=list)
     """:class:`Samples` of the weights that are trained, before the first step and after each."""
-    buffers: list[Tensor] = dataclasses.field(default_factory=list)
-    """The same of the floating buffers."""
+    buffers: list[Tensor] = dataclasses.field(default_factory=list)  # the same of the floating buffers
     skipped: int = 0  # steps that a ``GradScaler`` skipped; they were repeated with the same batch
     scales: list[float] = dataclasses.field(default_factory=list)
     """The loss scale of each step that was not skipped; empty without a ``GradScaler``."""
