@@ -41,7 +41,7 @@ class Interval(NamedTuple):
 
 
 class Spread:
-    """The limits that fp32, ``base`` and ``others`` from other seeds, sets for low precision.
+    """The limits that fp32 sets for low precision: by ``base``, and ``others`` from other seeds.
 
     ``tolerance`` is that of the precision: a smaller relative distance passes in any case.
     """
