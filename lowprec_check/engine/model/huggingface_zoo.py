@@ -43,11 +43,25 @@ def load_transformers(text: str, inputs: tuple[str, ...] = ()) -> Target:
         key, equals, value = option.partition("=")
         if not equals or not key.isidentifier():
             raise UsageError(f"{option!r} is not an option of a configuration.", _SMALLER)
-        try:
+        values[key] = value
+        with contextlib.suppress(ValueError):  # it is a text
             values[key] = json.loads(value)
-        except ValueError:
-            values[key] = value
-    config = _make_config(config_class, values)
+    try:
+        # A configuration accepts any option, so that one with a typing error would have no effect
+        default = config_class()
+        for option in values:
+            if not hasattr(default, option):
+                known = list(default.to_dict())
+                raise unknown_name(config_class.__name__, "option", option, known, "See its documentation.")
+        config = config_class(**values)
+    except UsageError:
+        raise
+    except Exception as error:
+        why = f"{type_name(error)}: {' '.join(message_of(error).split())}"
+        raise UsageError(
+            f"{config_class.__name__} cannot be made from these options: {why}",
+            "See its documentation, or make the model in a Python file, and scan that.",
+        ) from None
     arguments = ", ".join(f"{option}={value!r}" for option, value in values.items())
     config_code = f"transformers.{config_class.__name__}({arguments})"
     if model_class is None:
@@ -111,7 +125,19 @@ def load_folder(folder: str, inputs: tuple[str, ...] = (), *, stream: bool = Fal
             stream_weights(model, files, _renaming(model))
             model, notes = model.float().eval(), [STREAMED]
         else:
-            model, notes = _saved_model(maker, folder)
+            try:
+                options = {"local_files_only": True, "dtype": torch.float32, "output_loading_info": True}
+                model, info = maker.from_pretrained(folder, **options)
+            except Exception as error:
+                why = f"{type_name(error)}: {first_line(message_of(error))}"
+                raise UsageError(
+                    f"transformers cannot load the weights in {folder}: {why}",
+                    "Save the model again with save_pretrained, or load it in a Python file, and scan that.",
+                ) from None
+            model, missing = model.eval(), sorted(info["missing_keys"])
+            if missing:
+                few = f"{', '.join(missing[:3])}{', …' * (len(missing) > 3)}"
+                notes = [f"{folder} lacks {len(missing)} of the weights ({few}): they are random"]
         code = f"transformers.{maker.__name__}.from_pretrained({folder!r}, dtype=torch.float32)"
     else:
         model, call = _random_model(transformers, model_class, config, f"hf:{folder}")
@@ -134,24 +160,6 @@ def _renaming(model: nn.Module) -> Callable[[str], str]:
     return lambda name: str(loading.rename_source_key(name, only, [], model.base_model_prefix, state)[0])
 
 
-def _saved_model(maker: Any, folder: str) -> tuple[nn.Module, list[str]]:
-    """The model with its saved weights, and a note if some are missing."""
-    try:
-        model, info = maker.from_pretrained(
-            folder, local_files_only=True, dtype=torch.float32, output_loading_info=True
-        )
-    except Exception as error:
-        raise UsageError(
-            f"transformers cannot load the weights in {folder}: {type_name(error)}: {first_line(message_of(error))}",
-            "Save the model again with save_pretrained, or load it in a Python file, and scan that.",
-        ) from None
-    missing, notes = sorted(info["missing_keys"]), []
-    if missing:
-        few = f"{', '.join(missing[:3])}{', …' * (len(missing) > 3)}"
-        notes = [f"{folder} lacks {len(missing)} of the weights ({few}): they are random"]
-    return model.eval(), notes
-
-
 def _read_config(folder: str) -> dict[str, Any]:
     path = os.path.join(folder, "config.json")
     if not os.path.isfile(path):
@@ -161,29 +169,21 @@ def _read_config(folder: str) -> dict[str, Any]:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"Cannot read {path}: {first_line(message_of(error))}", "Save the model again.") from None
+    in_a_file = "Load the model in a Python file, and scan that."
     if not isinstance(content, dict) or "model_type" not in content:
         what = "it has no model_type"
         if isinstance(content, dict) and content.get("_class_name"):
             what = f"it is a configuration of diffusers ({content['_class_name']})"
-        raise UsageError(
-            f"{path} is no configuration of transformers: {what}.", "Load the model in a Python file, and scan that."
-        )
+        raise UsageError(f"{path} is no configuration of transformers: {what}.", in_a_file)
     if content.get("auto_map"):
-        raise UsageError(
-            f"{path} names code of its own (auto_map), which is not run.",
-            "Load the model in a Python file, and scan that.",
-        )
+        raise UsageError(f"{path} names code of its own (auto_map), which is not run.", in_a_file)
     return content
-
-
-# -- classes
 
 
 def _classes(transformers: Any, name: str) -> tuple[Any, Any]:
     """The configuration class, and the model class if the name is that of a model."""
-    types: dict[str, Any] = transformers.CONFIG_MAPPING
-    if name in types:
-        return types[name], None
+    if name in transformers.CONFIG_MAPPING:
+        return transformers.CONFIG_MAPPING[name], None
     value = _attribute(transformers, name)
     if isinstance(value, type) and issubclass(value, transformers.PreTrainedConfig):
         return value, None
@@ -195,10 +195,9 @@ def _classes(transformers: Any, name: str) -> tuple[Any, Any]:
             f"transformers.{name} is neither a model nor its configuration.",
             "Pass a model type such as bert, a configuration such as BertConfig, or a model such as BertModel.",
         )
-    names = [*types, *(attribute for attribute in dir(transformers) if attribute.endswith(("Config", "Model", "LM")))]
-    raise unknown_name(
-        "transformers", "model", name, names, "Pass a model type such as bert, or a class such as BertModel."
-    )
+    classes = [attribute for attribute in dir(transformers) if attribute.endswith(("Config", "Model", "LM"))]
+    hint = "Pass a model type such as bert, or a class such as BertModel."
+    raise unknown_name("transformers", "model", name, [*transformers.CONFIG_MAPPING, *classes], hint)
 
 
 def _attribute(transformers: Any, name: str) -> Any:
@@ -212,41 +211,18 @@ def _attribute(transformers: Any, name: str) -> Any:
         ) from None
 
 
-def _make_config(config_class: Any, values: dict[str, Any]) -> Any:
-    name = config_class.__name__
-    try:
-        # A configuration accepts any option, so that one with a typing error would have no effect
-        default = config_class()
-        for option in values:
-            if not hasattr(default, option):
-                raise unknown_name(name, "option", option, list(default.to_dict()), "See its documentation.")
-        return config_class(**values)
-    except UsageError:
-        raise
-    except Exception as error:
-        raise UsageError(
-            f"{name} cannot be made from these options: {type_name(error)}: {' '.join(message_of(error).split())}",
-            "See its documentation, or make the model in a Python file, and scan that.",
-        ) from None
-
-
 def _random_model(transformers: Any, model_class: Any, config: Any, what: str) -> tuple[nn.Module, str]:
     """A model with random weights that fits into memory, and what makes it, as code."""
     make, name = transformers.AutoModel.from_config, "AutoModel.from_config"
     if model_class is not None:
         make, name = model_class, model_class.__name__
-    # Its size, without any memory
-    try:
-        with torch.device("meta"):
-            parameters = sum(parameter.numel() for parameter in make(config).parameters())
-    except Exception:  # some models compute with their weights when they are made
-        parameters = 0
+    # Its size, without any memory; some models compute with their weights when they are made
+    parameters = 0
+    with contextlib.suppress(Exception), torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in make(config).parameters())
     check_memory(what, parameters, _SMALLER)
     torch.manual_seed(0)
     return call_user_code(f"Making {what}", lambda: make(config)).eval(), f"transformers.{name}"
-
-
-# -- inputs
 
 
 def _target(name: str, model: nn.Module, config: Any, inputs: tuple[str, ...], code: str) -> Target:

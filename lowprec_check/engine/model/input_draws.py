@@ -36,14 +36,14 @@ def further_draws(target: Target, first: int, seed: int) -> tuple[InputKind, Ite
         expected = _form(target.inputs)
         for number in itertools.count(first):
             seed_everything(seed + number)
+            batch = None
             try:
                 batch = target.batch(number)
             except NoBatchError:  # there are no more, or all are the same
                 return
             except UsageError:
-                yield number, None
-                continue
-            if _form(batch.inputs) != expected:
+                pass
+            if batch is None or _form(batch.inputs) != expected:
                 yield number, None
                 continue
             values = []
@@ -101,15 +101,13 @@ def changed_inputs(target: Target, seed: int) -> Iterator[tuple[InputChange, Cal
     size = next((len(tensor) for tensor in tensors if tensor.ndim), 0)
     items = [tensor.ndim > 0 and len(tensor) == size for tensor in tensors]
 
+    numbers = [not _is_fixed(tensor) and (tensor.is_floating_point() or tensor.is_complex()) for tensor in tensors]
+
     def changed(change: Callable[[Tensor], Tensor], which: Sequence[bool]) -> Call:
         pairs = zip(tensors, which, strict=True)
         return with_values(call, [change(tensor) if applies else tensor for tensor, applies in pairs])
 
     # Each change keeps shapes and dtypes, except the last: a larger batch
-    numbers = [
-        is_free and (tensor.is_floating_point() or tensor.is_complex())
-        for tensor, is_free in zip(tensors, free, strict=True)
-    ]
     if any(numbers):
         yield "negated", changed(torch.neg, numbers)
         yield "scaled", changed(lambda tensor: 4 * tensor, numbers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import itertools
@@ -60,25 +61,24 @@ def accepts(forward: Callable[..., Any], *args: Any) -> bool:
     except TypeError:
         return not callable(forward)
     except ValueError:
-        return True
+        pass
     return True
 
 
 def bind(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by name; raises :class:`UsageError` if a positional one has none."""
-    parameters = inspect.signature(forward).parameters
-    try:
-        bound = inspect.signature(forward).bind(*args, **kwargs).arguments
-    except (TypeError, ValueError):
-        bound = {}
-    kinds = {parameters[name].kind for name in bound}
-    if not bound or inspect.Parameter.VAR_POSITIONAL in kinds or inspect.Parameter.POSITIONAL_ONLY in kinds:
-        raise UsageError(
-            "The model is called with positional and keyword arguments that cannot all be named.", PASTE_INPUTS
-        )
+    signature, bound = inspect.signature(forward), dict[str, Any]()
+    with contextlib.suppress(TypeError, ValueError):
+        bound = signature.bind(*args, **kwargs).arguments
+    kinds = {name: signature.parameters[name].kind for name in bound}
+    if not bound or not {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY}.isdisjoint(
+        kinds.values()
+    ):
+        problem = "The model is called with positional and keyword arguments that cannot all be named."
+        raise UsageError(problem, PASTE_INPUTS)
     by_name = dict[str, Any]()
     for name, value in bound.items():
-        by_name |= value if parameters[name].kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+        by_name |= value if kinds[name] is inspect.Parameter.VAR_KEYWORD else {name: value}
     return by_name
 
 
@@ -200,9 +200,8 @@ class BatchMaker:
 
         batch = call_user_code(f"Taking batch {index} from `inputs`", take)
         if batch is _NOTHING:
-            raise NoBatchError(
-                f"`inputs` has no batch {index}; the first is batch 0.", "Give more batches, or ask for fewer."
-            )
+            problem = f"`inputs` has no batch {index}; the first is batch 0."
+            raise NoBatchError(problem, "Give more batches, or ask for fewer.")
         return iter([batch])
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -378,7 +377,13 @@ def parse_inputs(specs: tuple[str, ...], *, seed: int = 0) -> Any:
         if match["shape"] != "scalar":
             shape = [int(size) for size in match["shape"].split("x")]
         try:
-            tensor = _random(shape, dtype, generator)
+            if dtype == torch.bool:
+                tensor = torch.ones(shape, dtype=dtype)
+            elif dtype.is_floating_point or dtype.is_complex:
+                wide = torch.complex64 if dtype.is_complex else torch.float32
+                tensor = torch.randn(shape, generator=generator, dtype=wide).to(dtype)
+            else:
+                tensor = torch.randint(0, 10, shape, generator=generator).to(dtype)
         except (RuntimeError, TypeError, OverflowError) as error:  # too large, or a dtype without such values
             raise UsageError(
                 f"Cannot make the input --inputs {spec}: {first_line(message_of(error))}",
@@ -391,15 +396,6 @@ def parse_inputs(specs: tuple[str, ...], *, seed: int = 0) -> Any:
     if args and kwargs:
         raise UsageError("--inputs mixes tensors with and without a name.", "Name all of them or none.")
     return kwargs or (args[0] if len(args) == 1 else tuple(args))
-
-
-def _random(shape: list[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    if dtype == torch.bool:
-        return torch.ones(shape, dtype=dtype)
-    if dtype.is_floating_point or dtype.is_complex:
-        wide = torch.complex64 if dtype.is_complex else torch.float32
-        return torch.randn(shape, generator=generator, dtype=wide).to(dtype)
-    return torch.randint(0, 10, shape, generator=generator).to(dtype)
 
 
 def inputs_code(value: Any) -> str:

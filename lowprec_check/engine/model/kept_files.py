@@ -75,14 +75,20 @@ class KeptFiles(contextlib.ExitStack):
             for name in ("rename", "replace"):
                 self._replace(place, name, self._rename)
             self._replace(place, "mkdir", self._make_folder)
-        self._replace(os, "truncate", lambda original: lambda path, size: original(self._place(path, "r+"), size))
+        self._replace(os, "truncate", lambda original, path, size: original(self._place(path, "r+"), size))
         self._replace(shutil, "rmtree", self._remove)
         self._replace(torch, "save", self._save)
         return self
 
-    def _replace(self, place: Any, name: str, wrapped: Callable[[Any], Any]) -> None:
-        if hasattr(place, name):
-            self.enter_context(replaced(place, name, wrapped(getattr(place, name))))
+    def _replace(self, place: Any, name: str, instead: Callable[..., Any]) -> None:
+        """Let ``instead`` be called with the function and its arguments."""
+        original = getattr(place, name, None)
+
+        def function(*args: Any, **kwargs: Any) -> Any:
+            return instead(original, *args, **kwargs)
+
+        if original is not None:
+            self.enter_context(replaced(place, name, function))
 
     # -- Which files, and where their copies are
 
@@ -117,53 +123,37 @@ class KeptFiles(contextlib.ExitStack):
 
     # -- The functions
 
-    def _open(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def open_(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-            return original(self._place(file, mode) if isinstance(mode, str) else file, mode, *args, **kwargs)
+    def _open(self, original: Callable[..., Any], file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        return original(self._place(file, mode) if isinstance(mode, str) else file, mode, *args, **kwargs)
 
-        return open_
+    def _save(self, original: Callable[..., Any], obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        original(obj, self._place(f, "w"), *args, **kwargs)
 
-    def _save(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-            original(obj, self._place(f, "w"), *args, **kwargs)
+    def _remove(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("dir_fd") is not None or not self._is_kept(path):
+            return original(path, *args, **kwargs)
+        name = _name(path)
+        self._removed.add(name)
+        self._kept[name] = None
+        return None
 
-        return save
+    def _rename(self, original: Callable[..., Any], source: Any, target: Any, **kwargs: Any) -> None:
+        if kwargs or not (self._is_kept(source) or self._is_kept(target)):
+            original(source, target, **kwargs)
+        elif os.path.isfile(source):
+            shutil.copyfile(self._place(source, "r"), self._place(target, "w"))
+            os.remove(source)
+        else:  # a folder
+            self._kept[_name(source)] = None
 
-    def _remove(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def remove(path: Any, *args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("dir_fd") is not None or not self._is_kept(path):
-                return original(path, *args, **kwargs)
-            name = _name(path)
-            self._removed.add(name)
-            self._kept[name] = None
-            return None
-
-        return remove
-
-    def _rename(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def rename(source: Any, target: Any, **kwargs: Any) -> None:
-            if kwargs or not (self._is_kept(source) or self._is_kept(target)):
-                original(source, target, **kwargs)
-                return
-            if os.path.isfile(source):
-                shutil.copyfile(self._place(source, "r"), self._place(target, "w"))
-                os.remove(source)
-            else:  # a folder
-                self._kept[_name(source)] = None
-
-        return rename
-
-    def _make_folder(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def make(path: Any, *args: Any, **kwargs: Any) -> None:
-            name = _name(path)
-            # A folder that counts as removed, or lies in one, is still there
-            is_removed = any(name.startswith(removed) for removed in self._removed)
-            if kwargs.get("dir_fd") is None and os.path.isdir(name) and is_removed:
-                return
-            original(path, *args, **kwargs)
-            self._made.add(name)
-
-        return make
+    def _make_folder(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> None:
+        name = _name(path)
+        # A folder that counts as removed, or lies in one, is still there
+        is_removed = any(name.startswith(removed) for removed in self._removed)
+        if kwargs.get("dir_fd") is None and os.path.isdir(name) and is_removed:
+            return
+        original(path, *args, **kwargs)
+        self._made.add(name)
 
 
 _TICK_SECONDS = 0.05

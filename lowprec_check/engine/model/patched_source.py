@@ -25,13 +25,11 @@ def use_sources(texts: Mapping[str, str], rewrite: Rewrite | None = None) -> Non
     _rewrites[:] = filter(None, [rewrite])
     # Every import goes through this method, also those of other modules of the user's
     loader: Any = importlib.machinery.SourceFileLoader
-    loader.get_code = _get_code if texts else _unpatched
+    loader.get_code = _unpatched
+    if texts:
+        loader.get_code = lambda loader, name: changed_code(loader.path) or _unpatched(loader, name)
     for path, text in texts.items():  # where inspect and TorchScript find it
         linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
-
-
-def _get_code(loader: Any, fullname: str) -> CodeType | None:
-    return changed_code(loader.path) or _unpatched(loader, fullname)
 
 
 def changed_code(path: str | os.PathLike[str]) -> CodeType | None:
