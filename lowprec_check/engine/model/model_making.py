@@ -7,6 +7,7 @@ call the first one, after which nothing runs.
 from __future__ import annotations
 
 import ast
+import traceback
 from collections.abc import Iterable
 from types import FrameType, FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -33,39 +34,40 @@ class Making(NamedTuple):
     """Whether it may be the whole model: this call is taken if the script makes no other one."""
 
 
-def made_by_constructor(frame: FrameType | None) -> bool:
+def made_by_constructor(frame: FrameType) -> bool:
     """Whether the constructor of a module is on the stack, which may try a part for its shape."""
-    while frame is not None:
-        code = frame.f_code
+    for at, _ in traceback.walk_stack(frame):
+        code = at.f_code
         is_constructor = code.co_name == "__init__" and code.co_argcount > 0
-        if is_constructor and is_module(frame.f_locals.get(code.co_varnames[0])):
+        if is_constructor and is_module(at.f_locals.get(code.co_varnames[0])):
             return True
-        frame = frame.f_back
     return False
 
 
-def part_of_making(module: nn.Module, frame: FrameType | None) -> Making | None:
+def part_of_making(module: nn.Module, frame: FrameType) -> Making | None:
     """Why the call of ``module`` by ``frame`` is part of making a model; else ``None``."""
     if any(map(is_lazy, module.parameters())):
         return Making("initializes lazy layers", is_model=True)
     # A loop that calls the same module again and again uses a model; nothing around it makes one
     is_repeated, is_innermost = False, True
-    while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
+    for at, _ in traceback.walk_stack(frame):
+        if at.f_code.co_filename.startswith(PACKAGE):
+            break
         rest = None
-        if is_user_code(frame.f_code.co_filename):
-            rest = RestOfCode.of(frame)
-        is_repeated |= repeats_in_comprehension(frame, module)
-        if rest is not None:
-            is_repeated |= rest.repeats(module) and not _reads_shape(module, rest)
-            making = _incomplete(module, rest)
-            if making is None and not is_repeated:
-                making = _part_later(module, rest) or _loop_calls_another(module, rest)
-            if making is None and not is_repeated and is_innermost:
-                making = _tried_by_its_maker(module, rest, frame.f_back)
-            if making is not None:
-                return making
-            is_innermost = False
-        frame = frame.f_back
+        if is_user_code(at.f_code.co_filename):
+            rest = RestOfCode.of(at)
+        is_repeated |= repeats_in_comprehension(at, module)
+        if rest is None:
+            continue
+        is_repeated |= rest.repeats(module) and not _reads_shape(module, rest)
+        making = _incomplete(module, rest)
+        if making is None and not is_repeated:
+            making = _part_later(module, rest) or _loop_calls_another(module, rest)
+        if making is None and not is_repeated and is_innermost:
+            making = _tried_by_its_maker(module, rest, at.f_back)
+        if making is not None:
+            return making
+        is_innermost = False
     return None
 
 
@@ -111,10 +113,10 @@ def _configures(statement: ast.stmt, model: str) -> bool:
 def _incomplete(module: nn.Module, rest: RestOfCode) -> Making | None:
     """Whether it gets more parts later, or is already a part of a model that is called later."""
     for call in rest.nodes(ast.Call):
-        if isinstance(call.func, ast.Attribute) and call.func.attr in _ADDS_A_PART:
-            owner = rest.value_of(call.func.value)
-            if owner is module and call.args:
-                return Making("is of a model that gets more parts", is_model=True)
+        if not isinstance(call.func, ast.Attribute) or call.func.attr not in _ADDS_A_PART or not call.args:
+            continue
+        if rest.value_of(call.func.value) is module:
+            return Making("is of a model that gets more parts", is_model=True)
     # Or it is inside a module that the code goes on to call
     for name in rest.called():
         whole = rest.value_of(ast.Name(name))
@@ -253,9 +255,8 @@ def _makes_model(made: ast.expr, rest: RestOfCode) -> bool:
         return False
     returned = _returned(node for node in ast.walk(definition) if isinstance(node, ast.Return))
     names = {value.id for value in returned if isinstance(value, ast.Name)}
-    for node in ast.walk(definition):
-        if not isinstance(node, ast.Assign):
-            continue
+    assignments = [node for node in ast.walk(definition) if isinstance(node, ast.Assign)]
+    for node in assignments:
         if any(isinstance(part, ast.Name) and part.id in names for part in node.targets):
             returned.append(node.value)
     return any(

@@ -8,6 +8,7 @@ import functools
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
@@ -373,11 +374,10 @@ def _trained_by(optimizer: Optimizer) -> dict[int, nn.Parameter]:
     return {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
 
 
-def framework_of(frame: FrameType | None) -> str:
+def framework_of(frame: FrameType) -> str:
     """The outermost that calls it: the Trainer of transformers uses accelerate."""
     outermost = ""
-    while frame is not None:
-        name = f"{frame.f_globals.get('__name__')}."
+    for at, _ in traceback.walk_stack(frame):
+        name = f"{at.f_globals.get('__name__')}."
         outermost = next((value for start, value in _FRAMEWORKS.items() if name.startswith(f"{start}.")), outermost)
-        frame = frame.f_back
     return outermost

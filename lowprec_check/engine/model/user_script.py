@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -125,6 +126,12 @@ def run_to_first_call(
             if running.is_failure(caught):
                 running.errors.append(caught)
 
+    start = threading.Thread.start
+
+    def as_daemon(thread: threading.Thread) -> None:
+        thread.daemon = True  # the interpreter does not wait for it
+        start(thread)
+
     script = greenlet.greenlet(run)
     script.gr_context = running.caller.gr_context
     before = Surroundings()
@@ -134,7 +141,7 @@ def run_to_first_call(
         _interrupted_by(running.leave_if_possible) as running.interrupt,
     ):
         observing = contextlib.nullcontext() if observer is None else observer.observing(running.leave)
-        with _threads_that_do_not_last(), running.watched(), observing:
+        with replaced(threading.Thread, "start", as_daemon), running.watched(), observing:
             script.switch()
         running.is_over = True
     if running.errors:
@@ -162,7 +169,7 @@ class _Running:
     def __init__(self, observer: Observer | None, defined: Definitions | None) -> None:
         self._observer, self._defined = observer, defined
         self.caller = greenlet.getcurrent()
-        self._process, self._thread = os.getpid(), threading.get_ident()
+        self._place = os.getpid(), threading.get_ident()
         self._torch_call, self._torch_backward = nn.Module.__call__, torch.autograd.backward
         self.interrupt: Callable[[], None] | None = None
         self._left, self._anywhere = threading.Event(), threading.Event()
@@ -182,7 +189,7 @@ class _Running:
 
     @property
     def _is_here(self) -> bool:
-        return (os.getpid(), threading.get_ident()) == (self._process, self._thread)
+        return (os.getpid(), threading.get_ident()) == self._place
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -203,7 +210,7 @@ class _Running:
     def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
         is_here, is_next = self._is_here, self._observer is not None and self.first is not None
         stops = is_here or (self.interrupt is not None and not is_next)
-        is_inner = os.getpid() != self._process or threading.get_ident() in self._threads_making
+        is_inner = os.getpid() != self._place[0] or threading.get_ident() in self._threads_making
         if is_inner or not stops or next(module.parameters(), None) is None or made_by_constructor(frame):
             return self._torch_call(module, *args, **kwargs)
         if self._defined is not None:
@@ -245,11 +252,11 @@ class _Running:
         """Whether the file that calls a model in ``frame`` has ``names``, and defines no more."""
         # The frame of the file itself: it may import others that call models
         outermost: FrameType | None = None
-        at: FrameType | None = frame
-        while at is not None and not at.f_code.co_filename.startswith(PACKAGE):
+        for at, _ in traceback.walk_stack(frame):
+            if at.f_code.co_filename.startswith(PACKAGE):
+                break
             if at.f_code.co_name == "<module>":
                 outermost = at
-            at = at.f_back
         if outermost is None or not names.needed <= outermost.f_globals.keys():
             return False
         self._limit_time()
@@ -259,14 +266,15 @@ class _Running:
 
     def _limit_time(self) -> None:
         """Leave the code :data:`SECONDS` after the first call of this, if it still runs then."""
+
+        def be_overdue() -> None:
+            self.is_overdue = True
+            self._interrupt_until_left()
+
         if self._timer is None and self.interrupt is not None:
-            self._timer = threading.Timer(SECONDS, self._be_overdue)
+            self._timer = threading.Timer(SECONDS, be_overdue)
             self._timer.daemon = True
             self._timer.start()
-
-    def _be_overdue(self) -> None:
-        self.is_overdue = True
-        self._interrupt_until_left()
 
     def _interrupt_until_left(self) -> None:
         """In another thread: interrupt the code until it is left, or over."""
@@ -295,7 +303,11 @@ class _Running:
         if self.is_overdue and self.first is None:
             self.first = self.made_last
         is_wanted = self.first is not None or (self.is_overdue and self._defined is not None)
-        if is_wanted and not self.is_over and (self._anywhere.is_set() or not _holds_locks(frame)):
+        # Where it neither runs a user's line nor waits, the thread may hold a lock of a library
+        while frame is not None and frame.f_code.co_name in _WAITS:
+            frame = frame.f_back
+        holds_no_lock = frame is None or is_own_file(frame.f_code.co_filename)
+        if is_wanted and not self.is_over and (self._anywhere.is_set() or holds_no_lock):
             self.leave()
 
     def leave(self) -> NoReturn:
@@ -340,13 +352,6 @@ _WAITS = ("wait", "join", "_wait_for_tstate_lock", "result", "get", "__exit__", 
 """Functions of the standard library in which a thread waits without holding locks."""
 
 
-def _holds_locks(frame: FrameType | None) -> bool:
-    """Whether the thread may hold a lock of a library: it neither runs a user's line nor waits."""
-    while frame is not None and frame.f_code.co_name in _WAITS:
-        frame = frame.f_back
-    return frame is not None and not is_own_file(frame.f_code.co_filename)
-
-
 @contextlib.contextmanager
 def _interrupted_by(handler: Callable[..., None]) -> Iterator[Callable[[], None] | None]:
     """What makes another thread interrupt this one; ``None`` if this is not the main thread."""
@@ -358,16 +363,3 @@ def _interrupted_by(handler: Callable[..., None]) -> Iterator[Callable[[], None]
         yield lambda: signal.pthread_kill(thread, signal.SIGURG)
     finally:
         signal.signal(signal.SIGURG, earlier)
-
-
-@contextlib.contextmanager
-def _threads_that_do_not_last() -> Iterator[None]:
-    """The interpreter does not wait for threads that are started inside."""
-    start = threading.Thread.start
-
-    def as_daemon(self: threading.Thread) -> None:
-        self.daemon = True
-        start(self)
-
-    with replaced(threading.Thread, "start", as_daemon):
-        yield

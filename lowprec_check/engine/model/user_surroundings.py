@@ -36,11 +36,9 @@ class Surroundings:
         """Make all as it was; remove exit ``handlers`` and threads that redraw progress bars."""
         for registered in handlers:
             atexit.unregister(registered)
-        for thread in threading.enumerate():
-            end = _PROGRESS.get(type(thread).__module__)
-            if end is not None:
-                getattr(thread, end)()
-                thread.join(1.0)
+        for thread in [thread for thread in threading.enumerate() if type(thread).__module__ in _PROGRESS]:
+            getattr(thread, _PROGRESS[type(thread).__module__])()
+            thread.join(1.0)
         # Modes of torch
         sys.stderr = self._stream
         torch.set_grad_enabled(self._gradients)
@@ -68,18 +66,14 @@ class Surroundings:
         for number, handler in self._handlers.items():
             if self._in_main_thread and handler is not None and signal.getsignal(number) != handler:
                 signal.signal(number, handler)
-        _end_imports()
+        # Imports are complete: other threads would wait for their end
+        for module in list(sys.modules.values()):
+            spec: Any = getattr(module, "__spec__", None)
+            if getattr(spec, "_initializing", False):
+                spec._initializing = False
 
 
 _never_left: list[Any] = []
-
-
-def _end_imports() -> None:
-    """Mark imports as complete; other threads would wait for their end."""
-    for module in list(sys.modules.values()):
-        spec: Any = getattr(module, "__spec__", None)
-        if getattr(spec, "_initializing", False):
-            spec._initializing = False
 
 
 def _hooks_of_torch() -> list[tuple[str, int]]:

@@ -104,7 +104,13 @@ def _saw(path: str, place: str, value: Any) -> Any:
 
 def _described(value: Any) -> SeenValue:
     if isinstance(value, Tensor):
-        return SeenValue(kind="tensor", dtypes=(str(value.dtype)[6:],), absmax=_absmax(value))
+        # The largest finite magnitude, of plain floating tensors with values
+        absmax = None
+        if value.is_floating_point() and value.layout == torch.strided and value.numel() and not value.is_meta:
+            magnitude = value.detach().to(torch.float32).abs()
+            largest = float(magnitude.nan_to_num(0.0, 0.0, 0.0).max())
+            absmax = largest if math.isfinite(largest) else None
+        return SeenValue(kind="tensor", dtypes=(str(value.dtype)[6:],), absmax=absmax)
     if isinstance(value, nn.Module):
         name, weight = next(((n, p) for n, p in value.named_parameters() if p.is_floating_point()), ("", None))
         dtypes, buffers = () if weight is None else (str(weight.dtype)[6:],), tuple(n for n, _ in value.named_buffers())
@@ -116,29 +122,16 @@ def _described(value: Any) -> SeenValue:
     if isinstance(value, (tuple, list)) and 0 < len(value) <= 16:
         parts = tuple(str(part.dtype)[6:] if isinstance(part, Tensor) else "" for part in value)
         return SeenValue(kind="tuple", parts=parts)
-    if callable(value):
-        return SeenValue(kind="callable", name=encodable(_defined_as(value)))
-    return SeenValue(kind="other")
-
-
-def _defined_as(function: Any) -> str:
-    """Where a function is defined; of a method of a tensor, ``torch.Tensor.pow``."""
-    if isinstance(getattr(function, "__self__", None), Tensor):
-        return f"torch.Tensor.{getattr(function, '__name__', '')}"
-    if inspect.isfunction(function):
-        module = inspect.unwrap(function).__module__
-    else:
-        module = getattr(function, "__module__", None)
-    name = getattr(function, "__name__", type(function).__name__)
-    if module is None and getattr(torch, name, None) is function:
+    if not callable(value):
+        return SeenValue(kind="other")
+    # Where a function is defined; of a method of a tensor, `torch.Tensor.pow`
+    if isinstance(getattr(value, "__self__", None), Tensor):
+        return SeenValue(kind="callable", name=encodable(f"torch.Tensor.{getattr(value, '__name__', '')}"))
+    module = getattr(value, "__module__", None)
+    if inspect.isfunction(value):
+        module = inspect.unwrap(value).__module__
+    name = getattr(value, "__name__", type(value).__name__)
+    if module is None and getattr(torch, name, None) is value:
         module = "torch"
-    return f"{(module or '').replace('torch._C._', 'torch.')}.{name}"
-
-
-def _absmax(tensor: Tensor) -> float | None:
-    """The largest finite magnitude; ``None`` for other than plain floating tensors with values."""
-    if not tensor.is_floating_point() or tensor.layout != torch.strided or not tensor.numel() or tensor.is_meta:
-        return None
-    magnitude = tensor.detach().to(torch.float32).abs()
-    largest = float(magnitude.nan_to_num(0.0, 0.0, 0.0).max())
-    return largest if math.isfinite(largest) else None
+    module = (module or "").replace("torch._C._", "torch.")
+    return SeenValue(kind="callable", name=encodable(f"{module}.{name}"))

@@ -275,7 +275,13 @@ class _Scaler(DispatchMode):
             return []
         operands = [args[index] for index in roles.weights if index < len(args)]
         weights = [operand for operand in operands if self._is_weight(operand)]
-        if len(weights) != 1 or (name in ("mul", "mul_") and not _is_per_channel(weights[0], operands)):
+        if len(weights) != 1:
+            return []
+        # A product multiplies each channel of an activation by a factor, as LayerScale
+        others = [operand for operand in operands if operand is not weights[0] and isinstance(operand, Tensor)]
+        is_vector = weights[0].numel() == max(weights[0].shape, default=1)
+        is_scale = len(others) == 1 and is_vector and others[0].numel() > weights[0].numel()
+        if name in ("mul", "mul_") and not is_scale:
             return []
         factors = list(weights)
         if roles.bias is not None and roles.bias < len(args) and isinstance(args[roles.bias], Tensor):
@@ -292,12 +298,6 @@ class _Scaler(DispatchMode):
         elements = _elements(tensor)
         done = self._done.get(tensor.untyped_storage().data_ptr(), [])
         return any(elements.start < other.stop and other.start < elements.stop for other in done)
-
-
-def _is_per_channel(weight: Tensor, operands: list[Any]) -> bool:
-    """Whether a product multiplies each channel of an activation by a factor, as LayerScale."""
-    others = [operand for operand in operands if operand is not weight and isinstance(operand, Tensor)]
-    return len(others) == 1 and weight.numel() == max(weight.shape, default=1) and others[0].numel() > weight.numel()
 
 
 def _elements(tensor: Tensor) -> range:
