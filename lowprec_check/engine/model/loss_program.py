@@ -81,11 +81,10 @@ class Program:
         # Which nodes depend on weights that are trained
         dependent, depends = set(trained), []
         for node in nodes:
-            is_model = isinstance(node.call, nn.Module)
-            calls_trained = False
+            is_data = calls_trained = False
             if isinstance(node.call, nn.Module):
+                is_data = not node.has_gradients and bool(node.written() & data)
                 calls_trained = any(id(parameter) in trained for parameter in node.call.parameters())
-            is_data = is_model and not node.has_gradients and bool(node.written() & data)
             depends.append(not is_data and (calls_trained or any(id(tensor) in dependent for tensor in node.reads)))
             if depends[-1]:
                 dependent |= node.written()
@@ -257,7 +256,9 @@ class Program:
                 if not step.node.has_gradients:
                     stack.enter_context(torch.no_grad())
                 if again is not None:
-                    _enter_autocasts(stack, step.node.autocasts)
+                    # The autocasts of the recording, and no others
+                    for kind, dtype in (autocasts_now() | step.node.autocasts).items():
+                        stack.enter_context(torch.autocast(kind, dtype, enabled=kind in step.node.autocasts))
                     for restore in step.node.restore_generators:
                         restore()
                 if step.model == "":  # the only model
@@ -279,15 +280,6 @@ class Program:
         if phase + 1 == len(self.plan):
             self._values = {}
         return [values[key] for key in self.loss_keys[phase]]
-
-
-def _enter_autocasts(stack: contextlib.ExitStack, wanted: dict[str, torch.dtype]) -> None:
-    """Enter the autocasts ``wanted``, and leave others."""
-    for kind, dtype in autocasts_now().items():
-        if kind not in wanted:
-            stack.enter_context(torch.autocast(kind, dtype, enabled=False))
-    for kind, dtype in wanted.items():
-        stack.enter_context(torch.autocast(kind, dtype))
 
 
 def _reaches(tensor: Tensor, trained: dict[int, nn.Parameter]) -> bool:

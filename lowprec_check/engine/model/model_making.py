@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lowprec_check.engine.core.source_location import PACKAGE, is_user_code
-from lowprec_check.engine.model.rest_of_code import RestOfCode, is_module, repeats_in_comprehension, root_of
+from lowprec_check.engine.model.rest_of_code import UNKNOWN, RestOfCode, is_module, repeats_in_comprehension, root_of
 from lowprec_check.engine.model.user_code import bound_names, statements_of
 
 _ADDS_A_PART = ("add_module", "register_module", "append", "insert", "extend")
@@ -155,7 +155,7 @@ def _part_later(module: nn.Module, rest: RestOfCode) -> Making | None:
 
 def _is_used(made: ast.Call, rest: RestOfCode, *, is_class: bool) -> bool:
     """Whether the code calls, returns or hands on the model that a call makes."""
-    statement = rest.statement_of(made)
+    statement = rest.statement_of[made]
     targets = statement.targets if isinstance(statement, ast.Assign) else []
     names = {target.id for target in targets if isinstance(target, ast.Name)}
     if names & rest.called():
@@ -229,9 +229,9 @@ def _loop_calls_another(module: nn.Module, rest: RestOfCode) -> Making | None:
         return None
     for assignment in rest.nodes(ast.Assign):
         for target in assignment.targets:
-            name = target.id if isinstance(target, ast.Name) else None
-            if name in called and not rest.is_bound(name) and _makes_model(assignment.value, rest):
-                return Making(f"comes before `{name}`, which a loop calls, is made", is_model=True)
+            is_called = isinstance(target, ast.Name) and target.id in called
+            if is_called and rest.value_of(target) is UNKNOWN and _makes_model(assignment.value, rest):
+                return Making(f"comes before `{ast.unparse(target)}`, which a loop calls, is made", is_model=True)
     return None
 
 

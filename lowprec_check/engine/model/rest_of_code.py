@@ -111,8 +111,8 @@ class RestOfCode:
         return False
 
     @functools.cached_property
-    def _statement_of(self) -> dict[ast.AST, ast.stmt]:
-        """The nodes outside functions and classes, outer ones first, with their statements."""
+    def statement_of(self) -> dict[ast.AST, ast.stmt]:
+        """By node outside functions and classes, outer ones first, the innermost statement."""
         nodes: dict[ast.AST, ast.stmt] = {}
         waiting = collections.deque[tuple[ast.AST, ast.stmt]]((statement, statement) for statement in self.statements)
         while waiting:
@@ -125,17 +125,9 @@ class RestOfCode:
 
     def nodes(self, kind: type[Node]) -> Iterator[Node]:
         """The statements and expressions of a kind."""
-        return (node for node in self._statement_of if isinstance(node, kind))
-
-    def statement_of(self, node: ast.AST) -> ast.stmt:
-        """The innermost statement that one of the :meth:`nodes` is in."""
-        return self._statement_of[node]
+        return (node for node in self.statement_of if isinstance(node, kind))
 
     # -- What expressions are worth now
-
-    def is_bound(self, name: str | None) -> bool:
-        """Whether the name has a value."""
-        return any(name in names for names in (self._locals, self._globals, vars(builtins)))
 
     def value_of(self, node: ast.expr) -> Any:
         """The value of a name or an attribute; :data:`UNKNOWN` of anything else."""
@@ -147,9 +139,9 @@ class RestOfCode:
             owner = self.value_of(node.value)
             if is_module(owner) and node.attr in owner._modules:
                 return owner._modules[node.attr]
-            value = UNKNOWN
-            if owner is not UNKNOWN:
-                value = inspect.getattr_static(owner, node.attr, UNKNOWN)
+            if owner is UNKNOWN:
+                return UNKNOWN
+            value = inspect.getattr_static(owner, node.attr, UNKNOWN)
             if isinstance(value, classmethod):
                 return MethodType(value.__func__, owner)
             return value

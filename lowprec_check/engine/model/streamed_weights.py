@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 from torch.utils._pytree import tree_map_only
 
 from lowprec_check.engine.core.source_location import is_own_file
+from lowprec_check.engine.model.call_recorder import version_of
 from lowprec_check.engine.model.safetensors_files import Saved, saved_tensors
 from lowprec_check.engine.model.weight_uploads import WeightUploads, reads_ahead
 from lowprec_check.errors import UsageError
@@ -197,7 +198,7 @@ class WeightStream:
             held = nn.Parameter(converted(values, unread.device, unread.dtype), requires_grad=False)
             # Those that were read first are dropped for it
             self._drop(name)
-            self._held[name], self._versions[name] = held, _version(held)
+            self._held[name], self._versions[name] = held, version_of(held)
             while len(self._held) > 1 and sum(weight.nbytes for weight in self._held.values()) > HELD_BYTES:
                 self._drop(next(iter(self._held)))
             if self.on_read is not None:
@@ -247,7 +248,7 @@ class WeightStream:
         weight = self._held.pop(name, None)
         if weight is not None:
             self.forget(name)
-            if self._versions[name] != _version(weight):
+            if self._versions[name] != version_of(weight):
                 self._written = name
 
     def forget(self, name: str) -> None:
@@ -281,11 +282,6 @@ class WeightStream:
             )
 
 
-def _version(weight: Tensor) -> int:
-    """How often it was written to."""
-    return 0 if weight.is_inference() else weight._version
-
-
 class ReadBack:
     """Lets a graph of autograd keep weights by their names, and read them again for derivatives."""
 
@@ -297,11 +293,8 @@ class ReadBack:
     def note(self, name: str, *tensors: Tensor) -> None:
         """Note that ``tensors`` hold the weight, as long as their storages live."""
         for storage in (tensor.untyped_storage() for tensor in tensors):
-            forget = functools.partial(self._forget, storage._cdata)
+            forget = functools.partial(self._names.pop, storage._cdata)  # which gets the reference as default
             self._names[storage._cdata] = name, weakref.ref(storage, forget)
-
-    def _forget(self, key: int, _storage: Any) -> None:
-        self._names.pop(key, None)
 
     def hooks(self) -> contextlib.AbstractContextManager[None]:
         """What a graph saves inside is kept so."""

@@ -10,10 +10,11 @@ but times are not.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.abc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
@@ -53,49 +54,39 @@ class _TorchvisionFinder(importlib.abc.MetaPathFinder):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _TorchvisionLoader(spec.loader)
+            loader: Any = spec.loader
+            loader.exec_module = functools.partial(_import_torchvision, loader.exec_module)
         return spec
 
 
-class _TorchvisionLoader(importlib.abc.Loader):
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> Any:
-        """As usual."""
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: Any) -> None:
-        """Import torchvision; if its compiled ops do not load, again with the replacements."""
-        try:
-            self._loader.exec_module(module)
-        except RuntimeError as error:
-            if "nms does not exist" not in message_of(error):
-                raise
-            # The ops that it expects, once
-            if not _libraries:
-                library = torch.library.Library("torchvision", "DEF")
-                for name in ("nms", "qnms"):
-                    library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-                library.define(
-                    "roi_align(Tensor input, Tensor rois, float spatial_scale, int pooled_height, int pooled_width, "
-                    "int sampling_ratio, bool aligned) -> Tensor"
-                )
-                kernels = (("nms", nms, _nms_in_fp32), ("roi_align", roi_align, _roi_align_in_fp32))
-                for op, kernel, under_autocast in kernels:
-                    library.impl(op, kernel, "CPU")
-                    library.impl(op, under_autocast, "AutocastCPU")
-                _libraries.append(library)
-            self._loader.exec_module(module)
-            # Its functions check that compiled ops are loaded
-            for name in ("torchvision.ops.boxes", "torchvision.ops.roi_align"):
-                content = importlib.import_module(name).__dict__
-                content["_assert_has_ops"] = lambda: None
-                if "_has_ops" in content:
-                    content["_has_ops"] = lambda: True
+def _import_torchvision(execute: Callable[[Any], None], module: Any) -> None:
+    """Import torchvision; if its compiled ops do not load, again with the replacements."""
+    try:
+        execute(module)
+    except RuntimeError as error:
+        if "nms does not exist" not in message_of(error):
+            raise
+        # The ops that it expects, once
+        if not _libraries:
+            library = torch.library.Library("torchvision", "DEF")
+            for name in ("nms", "qnms"):
+                library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            library.define(
+                "roi_align(Tensor input, Tensor rois, float spatial_scale, int pooled_height, int pooled_width, "
+                "int sampling_ratio, bool aligned) -> Tensor"
+            )
+            kernels = (("nms", nms, _nms_in_fp32), ("roi_align", roi_align, _roi_align_in_fp32))
+            for op, kernel, under_autocast in kernels:
+                library.impl(op, kernel, "CPU")
+                library.impl(op, under_autocast, "AutocastCPU")
+            _libraries.append(library)
+        execute(module)
+        # Its functions check that compiled ops are loaded
+        for name in ("torchvision.ops.boxes", "torchvision.ops.roi_align"):
+            content = importlib.import_module(name).__dict__
+            content["_assert_has_ops"] = lambda: None
+            if "_has_ops" in content:
+                content["_has_ops"] = lambda: True
 
 
 def declared() -> bool:

@@ -127,13 +127,11 @@ def run_script(path: Path, package: str | None = None, steps: int = 0, observer:
         code: Any = changed_code(path) or compile(path.read_bytes(), str(path), "exec")
         exec(code, module.__dict__)
 
+    work = functools.partial(call_user_code, f"Running {path}", execute)
     try:
-        work = functools.partial(call_user_code, f"Running {path}", execute)
-        if observer is None:
-            ran = run_user_code(work, path.name, steps)
-        else:
-            ran = run_to_first_call(work, observer)
-        return UserModule(module, ran)
+        if observer is not None:
+            return UserModule(module, run_to_first_call(work, observer))
+        return UserModule(module, run_user_code(work, path.name, steps))
     finally:
         sys.modules["__main__"] = own_main
 
@@ -168,16 +166,13 @@ class UserImports:
         for (module, name), function in self._functions.items():
             setattr(sys.modules[module], name, function)
 
-    def restore(self, functions: dict[tuple[str, str], Any]) -> None:
-        """Restore ``functions`` that were replaced."""
+    def remove(self, path: list[str], earlier: set[str], functions: dict[tuple[str, str], Any]) -> None:
+        """Restore ``path`` and ``functions``; remove new modules that stand for installed ones."""
         for (module, name), function in functions.items():
             replacement = vars(sys.modules[module]).get(name)
             if replacement is not function:
                 self._functions[module, name] = replacement
                 setattr(sys.modules[module], name, function)
-
-    def remove(self, path: list[str], earlier: set[str]) -> None:
-        """Restore the module ``path``; remove new modules that stand for installed ones."""
         self._path, sys.path[:] = list(sys.path), path
         added = {os.path.abspath(folder) for folder in self._path if isinstance(folder, str) and folder not in path}
         new, folders = sys.modules.keys() - earlier, [folder for folder in path if isinstance(folder, str)]
@@ -199,8 +194,7 @@ def separate_imports() -> Iterator[UserImports]:
     try:
         yield imports
     finally:
-        imports.restore(functions)
-        imports.remove(path, earlier)
+        imports.remove(path, earlier, functions)
 
 
 def _folder(name: str) -> str | None:

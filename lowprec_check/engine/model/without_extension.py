@@ -113,8 +113,8 @@ def without_extension() -> Iterator[LeftOut]:
                 del sys.modules[name]
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the modules in place of the extension; imports the extension for its other modules."""
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Makes the modules in place of the extension; imports the extension for its other modules."""
 
     def __init__(self, left_out: LeftOut) -> None:
         self._left_out = left_out
@@ -123,7 +123,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         """The spec of a module in place, or of a module of the extension; else ``None``."""
         in_place = sys.modules.get(_MODULE)
         if fullname == _LLM or (fullname == _MODULE and _is_wanted(sys._getframe(1))):
-            return ModuleSpec(fullname, _Loader(self._left_out))
+            return ModuleSpec(fullname, self)
         # Code of packages, or that can do without it, gets the extension, or an ImportError
         if fullname == _MODULE:
             spec = PathFinder.find_spec(fullname, path, target)
@@ -133,6 +133,13 @@ class _Finder(importlib.abc.MetaPathFinder):
         if fullname.startswith(f"{_MODULE}.") and isinstance(in_place, _InPlace):
             return PathFinder.find_spec(fullname, in_place.extension(fullname).__path__, target)
         return None
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        """The module in place, which is complete when it is made."""
+        return _InPlace(spec.name, self._left_out)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Nothing is left to do."""
 
 
 def _is_wanted(frame: FrameType | None) -> bool:
@@ -156,17 +163,6 @@ class _Refusing(importlib.abc.Loader):
 
     def exec_module(self, module: types.ModuleType) -> None:
         raise ImportError(extension_problem(), name=module.__name__)
-
-
-class _Loader(importlib.abc.Loader):
-    def __init__(self, left_out: LeftOut) -> None:
-        self._left_out = left_out
-
-    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
-        return _InPlace(spec.name, self._left_out)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        """It is complete when it is made."""
 
 
 class _InPlace(types.ModuleType):
