@@ -77,19 +77,6 @@ def load_transformers(text: str, inputs: tuple[str, ...] = ()) -> Target:
     return _target(f"transformers:{text}", model, config, inputs, f"{call}({config_code})")
 
 
-def _check_shards(folder: Path) -> None:
-    """Raise :class:`UsageError` if the index of the weights lists a file that is missing."""
-    index, content = folder / "model.safetensors.index.json", None
-    with contextlib.suppress(OSError, ValueError):  # faults of the index are left to transformers
-        content = json.loads(index.read_bytes())
-    files = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(files, dict):
-        return
-    for name in sorted({str(name) for name in files.values()}):
-        if not (folder / name).is_file():
-            raise UsageError(f"{folder} has no {name}, which {index.name} lists.", "Copy that file there.")
-
-
 def load_folder(folder: str, inputs: tuple[str, ...] = (), *, stream: bool = False) -> Target:
     """Return the target for ``hf:FOLDER``, with a config.json of transformers and maybe weights.
 
@@ -108,8 +95,14 @@ def load_folder(folder: str, inputs: tuple[str, ...] = (), *, stream: bool = Fal
     if isinstance(listed, list) and listed and isinstance(listed[0], str) and listed[0]:
         model_class = _attribute(transformers, listed[0])
     files = sorted(Path(folder).glob("*.safetensors"))
+    # All that an index of the weights lists must be there; its faults are left to transformers
+    index, shards = Path(folder) / "model.safetensors.index.json", dict[str, Any]()
     if files:
-        _check_shards(Path(folder))
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            shards = dict(json.loads(index.read_bytes())["weight_map"])
+    for name in sorted({str(name) for name in shards.values()}):
+        if not (Path(folder) / name).is_file():
+            raise UsageError(f"{folder} has no {name}, which {index.name} lists.", "Copy that file there.")
     has_weights = bool(files) or any(Path(folder).glob("pytorch_model*.bin"))
     if stream and not files:
         raise UsageError(f"{folder} has no weights in .safetensors.", "Save the model again with save_pretrained.")

@@ -168,9 +168,20 @@ class RestOfCode:
         """Whether an expression gives ``module`` on, alone, in a module or in a container."""
         if self._refers_to(node, module):
             return True
+        # Or a container that gets it later: by `layers.append(layer)`, `parts["encoder"] = encoder`
+        if id(module) not in self._filled:
+            names = self._filled[id(module)] = set()
+            for call in self.nodes(ast.Call):
+                fills = isinstance(call.func, ast.Attribute) and call.func.attr in _FILLS
+                if fills and any(self._refers_to(argument, module) for argument in call.args):
+                    names.add(root_of(call.func))
+            for assignment in self.nodes(ast.Assign):
+                filled = [root_of(target) for target in assignment.targets if isinstance(target, ast.Subscript)]
+                if filled and self._refers_to(assignment.value, module):
+                    names.update(filled)
         if isinstance(node, ast.Starred):
             node = node.value
-        return isinstance(node, ast.Name) and node.id in self._filled_with(module)
+        return isinstance(node, ast.Name) and node.id in self._filled[id(module)]
 
     def _refers_to(self, node: ast.expr, module: nn.Module) -> bool:
         if isinstance(node, ast.Starred):
@@ -183,21 +194,6 @@ class RestOfCode:
             returns_it = node.func.attr != "forward" and callable(getattr(nn.Module, node.func.attr, None))
             return returns_it and self._refers_to(node.func.value, module)
         return self.holds(self.value_of(node), module)
-
-    def _filled_with(self, module: nn.Module) -> set[str | None]:
-        """Names of containers that get ``module`` later, by ``layers.append(layer)`` or so."""
-        if id(module) not in self._filled:
-            names = self._filled[id(module)] = set()
-            for call in self.nodes(ast.Call):
-                fills = isinstance(call.func, ast.Attribute) and call.func.attr in _FILLS
-                if fills and any(self._refers_to(argument, module) for argument in call.args):
-                    names.add(root_of(call.func))
-            for assignment in self.nodes(ast.Assign):
-                # parts["encoder"] = encoder
-                filled = [root_of(target) for target in assignment.targets if isinstance(target, ast.Subscript)]
-                if filled and self._refers_to(assignment.value, module):
-                    names.update(filled)
-        return self._filled[id(module)]
 
     # -- What is called
 

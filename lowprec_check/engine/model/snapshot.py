@@ -86,7 +86,19 @@ class Snapshot:
                 parameter.grad = grad
                 if parameter.requires_grad != requires_grad:  # not allowed for one made in inference mode
                     parameter.requires_grad_(requires_grad)
-        _restore_tensors(self._values)
+        # On an accelerator, all values are copied at once: comparing those of one would wait for
+        # all that the device computes
+        copies: dict[torch.device, list[tuple[Tensor, Tensor]]] = collections.defaultdict(list)
+        for tensor, data, values, attributes in self._values:
+            is_odd = data.is_conj() or data.is_neg() or tensor.is_inference()
+            if data.device.type != "cpu" and not is_odd and _is_at(tensor, data) and is_dense(data):
+                _refill(vars(tensor), attributes)
+                copies[data.device].append((data, values))
+            else:
+                restore_tensor(tensor, data, values, attributes)
+        with torch.no_grad():
+            for pairs in copies.values():
+                torch._foreach_copy_([data for data, _ in pairs], [values for _, values in pairs])
         for restore in self._globals:
             restore()
 
@@ -230,11 +242,15 @@ class ObjectState:
         """Save the attributes of a user's class, and return its methods and mutable attributes."""
         if not _is_open_package(value.__module__):
             return []
-        own = {
-            name: item
-            for name, item in vars(value).items()
-            if not name.startswith("__") and not (_is_of_torch(value.__module__) and _is_added(name, item))
-        }
+        own = {name: item for name, item in vars(value).items() if not name.startswith("__")}
+        # Without methods that an installed package has added to a class of torch: from
+        # `nn.Module.smart_apply`, every model would reach all that `transformers` defines
+        if _is_of_torch(value.__module__):
+            functions = {name: item for name, item in own.items() if issubclass(type(item), types.FunctionType)}
+            for name in functions.keys() - {"forward"}:
+                is_installed = "-packages" + os.sep in functions[name].__code__.co_filename
+                if is_installed and not _is_of_torch(functions[name].__module__ or ""):
+                    del own[name]
         data = {name: item for name, item in own.items() if not issubclass(type(item), _METHODS)}
         self._restorers.append(functools.partial(_reset_attributes, value, data))
         return [*own.values(), *value.__bases__]
@@ -268,17 +284,6 @@ def _is_of_torch(module: str) -> bool:
     return module.partition(".")[0] == "torch"
 
 
-def _is_added(name: str, item: Any) -> bool:
-    """Whether an attribute of a class of torch is a method that an installed package has added."""
-    # From `nn.Module.smart_apply`, every model would reach all that `transformers` defines
-    return (
-        issubclass(type(item), types.FunctionType)
-        and name != "forward"
-        and not _is_of_torch(item.__module__ or "")
-        and "-packages" + os.sep in item.__code__.co_filename
-    )
-
-
 def _restorer(value: Any) -> Callable[[], Any] | None:
     """What restores an object whose state is not in attributes; ``None`` for other objects."""
     kind = type(value)
@@ -300,22 +305,6 @@ def _restorer(value: Any) -> Callable[[], Any] | None:
 def saved_tensor(tensor: Tensor) -> tuple[Tensor, Tensor, Any]:
     """The memory, a copy of the values and the attributes, for :func:`restore_tensor`."""
     return tensor.data, tensor.detach().clone(), _content_of(vars(tensor))
-
-
-def _restore_tensors(saved: Iterable[tuple[Tensor, Tensor, Tensor, Any]]) -> None:
-    """:func:`restore_tensor` of each; on an accelerator, all values are copied at once."""
-    # There, comparing the values of one would wait for all that the device computes
-    copies: dict[torch.device, list[tuple[Tensor, Tensor]]] = collections.defaultdict(list)
-    for tensor, data, values, attributes in saved:
-        is_odd = data.is_conj() or data.is_neg() or tensor.is_inference()
-        if data.device.type != "cpu" and not is_odd and _is_at(tensor, data) and is_dense(data):
-            _refill(vars(tensor), attributes)
-            copies[data.device].append((data, values))
-        else:
-            restore_tensor(tensor, data, values, attributes)
-    with torch.no_grad():
-        for pairs in copies.values():
-            torch._foreach_copy_([data for data, _ in pairs], [values for _, values in pairs])
 
 
 def _is_at(tensor: Tensor, data: Tensor) -> bool:

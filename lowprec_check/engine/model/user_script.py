@@ -235,10 +235,14 @@ class _Running:
             self._observer.give_up("it calls its model in another thread")
         if is_here or self.interrupt is None:
             self.leave()
-        # Only the thread that the code runs in can leave it: interrupt that one, and stay here
-        _parked.append(threading.current_thread())
+        # Only the thread that the code runs in can leave it: interrupt that one, and stay here, so
+        # that the interpreter ends without this one; pools of threads join theirs at exit
+        thread, lock = threading.current_thread(), threading.Lock()
+        _parked.append(thread)
         self._interrupt_until_left()
-        _wait_forever()
+        thread.join = lambda timeout=None: None  # type: ignore[method-assign]  # noqa: ARG005
+        while True:
+            lock.acquire()
 
     def _make(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call that does not count; nor do those inside it."""
@@ -334,15 +338,6 @@ _parked: list[threading.Thread] = []
 def parked_threads() -> list[threading.Thread]:
     """Threads of the user's code that wait forever, in a call of a model."""
     return list(_parked)
-
-
-def _wait_forever() -> NoReturn:
-    """Park this thread; the interpreter ends without it."""
-    # Pools of threads join theirs at exit
-    threading.current_thread().join = lambda timeout=None: None  # type: ignore[method-assign]  # noqa: ARG005
-    lock = threading.Lock()
-    while True:
-        lock.acquire()
 
 
 _TRIES = 100

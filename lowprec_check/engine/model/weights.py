@@ -7,7 +7,7 @@ import json
 import math
 import pickle
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,25 +49,21 @@ def load_weights(model: nn.Module, path: str) -> list[str]:
         key = (usual or states)[0]
         state, code = state[key], [*code[:-1], f"{code[-1]}[{json.dumps(key)}]"]
     expected = model.state_dict(keep_vars=True)
-    state, state_code = _without_prefixes(state, expected)
-    tied = _check_names(path, expected, {name: tensor.shape for name, tensor in state.items()})
-    model.load_state_dict(state, strict=not tied)
-    return [*code, _loading_code(state_code, tied)]
-
-
-def _without_prefixes(state: dict[str, Any], expected: Container[str]) -> tuple[dict[str, Any], str]:
-    """``state`` without prefixes that no ``expected`` name has, and the code that makes it."""
+    # Without prefixes that no name of the model has
     names, removed = {name: name for name in state}, ""
     while not any(name in expected for name in names.values()):
         prefix = next((start for start in _PREFIXES if all(name.startswith(start) for name in names.values())), None)
         if prefix is None:
-            return state, "state"
+            names, removed = {name: name for name in state}, ""
+            break
         names = {old: name.removeprefix(prefix) for old, name in names.items()}
         removed += f'.removeprefix("{prefix}")'
-    code = "state"
+    state, state_code = {name: state[old] for old, name in names.items()}, "state"
     if removed:
-        code = f"{{name{removed}: value for name, value in state.items()}}"
-    return {name: state[old] for old, name in names.items()}, code
+        state_code = f"{{name{removed}: value for name, value in state.items()}}"
+    tied = _check_names(path, expected, {name: tensor.shape for name, tensor in state.items()})
+    model.load_state_dict(state, strict=not tied)
+    return [*code, _loading_code(state_code, tied)]
 
 
 def _loading_code(state: str, tied: list[str]) -> str:
