@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +20,7 @@ from lowprec_check.engine.model.inputs import parse_inputs
 from lowprec_check.engine.model.streamed_weights import parameters_in, stream_weights, unread_weights
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_code import call_user_code
-from lowprec_check.engine.model.zoo import check_memory, fits_memory, import_zoo, unknown_name, zoo_target
+from lowprec_check.engine.model.zoo import import_zoo, unknown_name, zoo_target
 from lowprec_check.errors import UsageError, first_line, message_of, type_name
 from lowprec_check.schema.scanned_model import STREAMED
 
@@ -110,8 +111,8 @@ def load_folder(folder: str, inputs: tuple[str, ...] = (), *, stream: bool = Fal
     if has_weights:
         maker: Any = transformers.AutoModel if model_class is None else model_class
         # Without a look into the files if that cannot matter
-        in_16_bits = sum(file.stat().st_size for file in files) // 2
-        if files and (stream or not (fits_memory(in_16_bits) or fits_memory(parameters_in(files)))):
+        in_16_bits, most = sum(file.stat().st_size for file in files) // 2, psutil.virtual_memory().available // _BYTES
+        if files and (stream or (in_16_bits > most and parameters_in(files) > most)):
             make = maker.from_config if model_class is None else maker
             with unread_weights():
                 model: Any = call_user_code("Making the model without its weights", lambda: make(config))
@@ -204,6 +205,10 @@ def _attribute(transformers: Any, name: str) -> Any:
         ) from None
 
 
+_BYTES = 12
+"""Of memory for a parameter: its fp32 value, its cast, what a run adds."""
+
+
 def _random_model(transformers: Any, model_class: Any, config: Any, what: str) -> tuple[nn.Module, str]:
     """A model with random weights that fits into memory, and what makes it, as code."""
     make, name = transformers.AutoModel.from_config, "AutoModel.from_config"
@@ -213,7 +218,13 @@ def _random_model(transformers: Any, model_class: Any, config: Any, what: str) -
     parameters = 0
     with contextlib.suppress(Exception), torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in make(config).parameters())
-    check_memory(what, parameters, _SMALLER)
+    needed, free = _BYTES * parameters, psutil.virtual_memory().available
+    if needed > free:
+        raise UsageError(
+            f"{what} has {parameters / 1e9:.1f} billion parameters: a scan needs about {needed / 2**30:.0f} GiB of "
+            f"memory, and {free / 2**30:.0f} GiB are free.",
+            _SMALLER,
+        )
     torch.manual_seed(0)
     return call_user_code(f"Making {what}", lambda: make(config)).eval(), f"transformers.{name}"
 

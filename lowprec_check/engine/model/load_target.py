@@ -136,9 +136,12 @@ def _load_from_module(spec: str, inputs: tuple[str, ...], steps: int) -> Target:
     else:
         imported = import_name(path, names)
     module, (call, notes, _) = imported
-    # What only the script does below its main guard needs another run, as the main program
+    # What only the script does below its main guard needs another run, as the main program; not if
+    # the file defines a loss or an optimizer
     script = None
-    if steps and is_script and call is None and _trains_as_script(module):
+    may_train = steps and is_script and call is None
+    has_parts = may_train and any(attribute_of(module, name) is not None for name in ("loss", "criterion", "optimizer"))
+    if may_train and not has_parts and _MAIN_GUARD.search(Path(path).read_text("utf-8", "replace")):
         script = run_script(Path(path), module.__package__, steps)
     for run in (imported, script):
         if run is not None and run.ran.training is not None:
@@ -189,12 +192,6 @@ def _model_of(module: types.ModuleType, name: str, definition: Any) -> Any:
             f"Return the model from `{name}`.",
         )
     return model
-
-
-def _trains_as_script(module: types.ModuleType) -> bool:
-    """Whether the file may train as a script: a main guard, and no loss or optimizer."""
-    defined = any(attribute_of(module, name) is not None for name in ("loss", "criterion", "optimizer"))
-    return not defined and bool(_MAIN_GUARD.search(Path(module.__file__ or "").read_text("utf-8", "replace")))
 
 
 _MAIN_GUARD = re.compile(r"^if __name__ ==", re.MULTILINE)

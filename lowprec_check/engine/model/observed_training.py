@@ -60,20 +60,6 @@ def sum_of(losses: Sequence[Tensor]) -> Tensor:
     return sum(losses[1:], losses[0])
 
 
-def _made_in(nodes: Sequence[Node]) -> tuple[str, str | None]:
-    """What ``nodes`` compute, in words, and the line that computes it."""
-    functional = [node for node in nodes if getattr(nn.functional, node.name, None) is node.call]
-    # A number that divides the loss in the end, to accumulate gradients, does not count
-    is_divided = bool(functional) and nodes[-1].name == "div" and len(nodes[-1].reads) == 1
-    last = nodes[-2 if is_divided else -1]
-    if not functional:
-        return f"the loss of {last.line}", last.line
-    words = f"{functional[-1].name} of {functional[-1].line}"
-    if functional[-1].line != last.line:
-        words = f"the loss of {last.line}, with {words}"
-    return words, last.line
-
-
 class ObservedLoss:
     """``loss(output, *targets)`` of a script; the targets are what it reads besides the output."""
 
@@ -82,13 +68,24 @@ class ObservedLoss:
         of_model = len(program.nodes) == 1
         self.is_returned = of_model or isinstance(model, ScriptStep)
         """Whether the scanned model returns it."""
+        self.line: str | None = None
+        """Where it is computed: ``train.py:12``."""
         phases: dict[int, list[Node]] = {}
         for node, phase in zip(program.nodes, program.phases, strict=True):
             phases.setdefault(phase, []).append(node)
-        made = [_made_in(nodes) for nodes in phases.values()]
-        self.words = "the loss that the model returns" if of_model else " + ".join(words for words, _ in made)
-        self.line = made[-1][1]
-        """Where it is computed: ``train.py:12``."""
+        # What computes the loss of each phase
+        made = []
+        for nodes in phases.values():
+            functional = [node for node in nodes if getattr(nn.functional, node.name, None) is node.call]
+            # A number that divides the loss in the end, to accumulate gradients, does not count
+            is_divided = bool(functional) and nodes[-1].name == "div" and len(nodes[-1].reads) == 1
+            self.line = nodes[-2 if is_divided else -1].line
+            words = f"the loss of {self.line}"
+            if functional:
+                function = f"{functional[-1].name} of {functional[-1].line}"
+                words = function if functional[-1].line == self.line else f"{words}, with {function}"
+            made.append(words)
+        self.words = "the loss that the model returns" if of_model else " + ".join(made)
         self.setup = () if self.is_returned else (f"# `loss(output)`: what {self.line} computes of the output",)
         """What the words are of, as code."""
         self._programs, self._model = programs, model

@@ -10,7 +10,7 @@ import os
 import random
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -55,7 +55,8 @@ class Snapshot:
             roots += [kind, *(value for key, value in state.items() if key not in _REGISTRIES)]
         roots += [value for parameter in model.parameters() for value in vars(parameter).values()]
         self._objects = ObjectState(roots, already_saved)
-        self._globals = [*generator_restorers(), *_restorers_of_settings()]
+        settings = [functools.partial(_reset, read, write, read()) for read, write in _SETTINGS]
+        self._globals = [*generator_restorers(), *settings]
         self._remove_gradients()
 
     @property
@@ -112,23 +113,21 @@ class Snapshot:
             parameter.grad = None
 
 
-def _restorers_of_settings() -> Iterator[Callable[[], Any]]:
-    """What restores the settings of torch that a model may change."""
-    yield functools.partial(torch.set_grad_enabled, torch.is_grad_enabled())
-    yield functools.partial(torch.set_default_dtype, torch.get_default_dtype())
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+)
+"""Settings of torch that a model may change: what reads, and what writes them."""
 
-    def reset(read: Callable[[], Any], write: Callable[[Any], Any], value: Any) -> None:
-        if read() != value:  # some writes have effects of their own
-            with contextlib.suppress(RuntimeError):
-                write(value)
 
-    for read, write in (
-        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-        (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
-        (torch.get_num_threads, torch.set_num_threads),
-        (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
-    ):
-        yield functools.partial(reset, read, write, read())
+def _reset(read: Callable[[], Any], write: Callable[[Any], Any], value: Any) -> None:
+    if read() != value:  # some writes have effects of their own
+        with contextlib.suppress(RuntimeError):
+            write(value)
 
 
 # -- The content of mutable Python objects, restored in place for all who refer to them
@@ -212,11 +211,25 @@ class ObjectState:
             self._restorers.append(functools.partial(_refill, value, content))
             inside = [*content[0], *content[1]] if issubclass(kind, dict) else content
             return inside if kind in _CONTAINERS else [*inside, *self._save_attributes(value)]
-        restorer = _restorer(value)
-        if restorer is not None:
-            self._restorers.append(restorer)
-            return list(vars(value).values()) if issubclass(kind, Tensor) else []
-        return self._save_attributes(value)
+        # Objects whose state is not in attributes
+        if issubclass(kind, Tensor):
+            self._restorers.append(functools.partial(restore_tensor, value, *saved_tensor(value)))
+            return list(vars(value).values())
+        restore: Callable[[], Any]
+        if issubclass(kind, torch.Generator):
+            restore = functools.partial(value.set_state, value.get_state())
+        elif issubclass(kind, random.Random):
+            restore = functools.partial(value.setstate, value.getstate())
+        elif not kind.__module__.startswith("numpy"):
+            return self._save_attributes(value)
+        elif hasattr(value, "bit_generator"):
+            restore = functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+        elif hasattr(value, "flags") and hasattr(value, "copy") and value.flags.writeable:  # an array
+            restore = functools.partial(value.__setitem__, ..., value.copy())
+        else:
+            return self._save_attributes(value)
+        self._restorers.append(restore)
+        return []
 
     def _save_function(self, value: Any) -> list[Any]:
         """Save what a function encloses, and the globals that it names."""
@@ -282,24 +295,6 @@ def _is_open_package(module: str) -> bool:
 
 def _is_of_torch(module: str) -> bool:
     return module.partition(".")[0] == "torch"
-
-
-def _restorer(value: Any) -> Callable[[], Any] | None:
-    """What restores an object whose state is not in attributes; ``None`` for other objects."""
-    kind = type(value)
-    if issubclass(kind, Tensor):
-        return functools.partial(restore_tensor, value, *saved_tensor(value))
-    if issubclass(kind, torch.Generator):
-        return functools.partial(value.set_state, value.get_state())
-    if issubclass(kind, random.Random):
-        return functools.partial(value.setstate, value.getstate())
-    if not kind.__module__.startswith("numpy"):
-        return None
-    if hasattr(value, "bit_generator"):
-        return functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
-    if hasattr(value, "flags") and hasattr(value, "copy") and value.flags.writeable:  # an array
-        return functools.partial(value.__setitem__, ..., value.copy())
-    return None
 
 
 def saved_tensor(tensor: Tensor) -> tuple[Tensor, Tensor, Any]:

@@ -146,12 +146,10 @@ def describe_loss(loss: Callable[..., Any] | None, output: Any, form: str, targe
     if own is not None:
         return DescribedLoss("the loss that the model returns", own.code)
     tensors = [tensor for _, tensor in leaves(output) if is_float(tensor)]
-    if _scores(output, tensors) is not None:
-        code = _CROSS_ENTROPY if getattr(output, "logits", None) is None else _OF_LOGITS
-        default = ("cross-entropy with random labels", code)
-    else:
-        default = ("mean squared difference from random targets", _MEAN_SQUARE)
-    return DescribedLoss(default[0], setup=default[1:])
+    if _scores(output, tensors) is None:
+        return DescribedLoss("mean squared difference from random targets", setup=(_MEAN_SQUARE,))
+    code = _CROSS_ENTROPY if getattr(output, "logits", None) is None else _OF_LOGITS
+    return DescribedLoss("cross-entropy with random labels", setup=(code,))
 
 
 _SCORES = (

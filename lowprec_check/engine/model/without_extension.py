@@ -47,17 +47,14 @@ class LeftOut:
     @property
     def notes(self) -> tuple[str, ...]:
         """What to know of the runs, in words; empty if nothing was left out."""
-        notes = list(self.limits)
+        left_out, imported = list[str](), list[str]()
         if self.calls:
-            left_out = " and ".join(self.calls)
-            notes.insert(
-                0,
-                f"the scan leaves out {left_out} and runs stock PyTorch, since Intel's extension is archived: "
-                "autocast replaces its 16-bit weights, and --backend inductor adds compiled code",
-            )
+            what = "runs stock PyTorch, since Intel's extension is archived"
+            instead = "autocast replaces its 16-bit weights, and --backend inductor adds compiled code"
+            left_out = [f"the scan leaves out {' and '.join(self.calls)} and {what}: {instead}"]
         if self.imported is not None:
-            notes.append(f"{self.imported} was imported, so all runs use the kernels of Intel's extension")
-        return tuple(notes)
+            imported = [f"{self.imported} was imported, so all runs use the kernels of Intel's extension"]
+        return (*left_out, *self.limits, *imported)
 
     def optimize(
         self, model: Any, dtype: Any = None, optimizer: Any = None, level: str = "O1", *_args: Any, **options: Any
@@ -65,13 +62,13 @@ class LeftOut:
         """In place of ``ipex.optimize``: what it is called with, as it returns it."""
         line = own_line(sys._getframe(1))
         self.calls[f"ipex.optimize ({line})"] = None
-        problem = None
-        if dtype is not None:
-            problem = prepack_problem(str(dtype).removeprefix("torch."))
         prepacks = options.get("weights_prepack")
         if prepacks is None:
             prepacks = level != "O0"
-        if problem is not None and prepacks:
+        problem = None
+        if dtype is not None and prepacks:
+            problem = prepack_problem(str(dtype).removeprefix("torch."))
+        if problem is not None:
             self.limits[f"without the scan, the call at {line} fails on this processor: {problem}"] = None
         return model if optimizer is None else (model, optimizer)
 

@@ -7,7 +7,6 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 
@@ -38,26 +37,6 @@ def unknown_name(owner: str, noun: str, name: str, names: Sequence[str], hint: s
     if near:
         hint = f"Did you mean {', '.join(near)}?"
     return UsageError(f"{owner} has no {noun} {name!r}.", hint)
-
-
-def check_memory(what: str, parameters: int, hint: str) -> None:
-    """Raise :class:`UsageError` if a model of so many parameters does not fit into free memory."""
-    if not fits_memory(parameters):
-        needed, free = _BYTES * parameters / 2**30, psutil.virtual_memory().available / 2**30
-        raise UsageError(
-            f"{what} has {parameters / 1e9:.1f} billion parameters: a scan needs about {needed:.0f} GiB of memory, "
-            f"and {free:.0f} GiB are free.",
-            hint,
-        )
-
-
-_BYTES = 12
-"""Of memory for a parameter: its fp32 value, its cast, what a run adds."""
-
-
-def fits_memory(parameters: int) -> bool:
-    """Whether a scan of a model of so many parameters fits into the free memory of this machine."""
-    return _BYTES * parameters <= psutil.virtual_memory().available
 
 
 def zoo_target(name: str, model: nn.Module, make_batch: Callable[[int], Any], code: str, *, asked: bool) -> Target:
