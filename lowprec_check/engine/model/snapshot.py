@@ -56,7 +56,7 @@ class Snapshot:
         roots += [value for parameter in model.parameters() for value in vars(parameter).values()]
         self._objects = ObjectState(roots, already_saved)
         settings = [functools.partial(_reset, read, write, read()) for read, write in _SETTINGS]
-        self._globals = [*generator_restorers(), *settings]
+        self._globals: list[Callable[[], Any]] = [*generator_restorers(), *settings]
         self._remove_gradients()
 
     @property
