@@ -55,12 +55,17 @@ def call_user_code(what: str, work: Callable[[], T], hint: str | None = None) ->
         frame = _user_frame(error)
         if frame is None:
             raise UsageError(f"{what} failed: {type_name(error)}: {message_of(error)}", hint) from None
-        message, root = _description(error, frame), _root_cause(error)
-        cause = None
-        if root is not error:
+        message, chain = _description(error, frame), dict[int, BaseException]()
+        earlier: BaseException | None = error
+        while earlier is not None and id(earlier) not in chain:
+            chain[id(earlier)] = earlier
+            earlier = earlier.__cause__ or (None if earlier.__suppress_context__ else earlier.__context__)
+        # What started a chain of exceptions
+        if len(chain) > 1:
+            root = list(chain.values())[-1]
             cause = _user_frame(root)
-        if cause:
-            message += f" (caused by {_description(root, cause)})"
+            if cause:
+                message += f" (caused by {_description(root, cause)})"
         advice = _advice_on(error, message)
         raise UsageError(message, "\n".join(filter(None, [f"    {text_of(frame.line)}", advice]))) from None
 
@@ -95,16 +100,6 @@ def _description(error: BaseException, frame: traceback.FrameSummary) -> str:
     location = show_line(frame.filename, frame.lineno or 0)
     return f"{type_name(error)} at {location}: {message_of(error).strip() or 'no message'}"
 
-
-def _root_cause(error: BaseException) -> BaseException:
-    """The exception that started a chain of them; ``error`` itself if there is none."""
-    root, seen = error, {id(error)}
-    while True:
-        cause = root.__cause__ or (None if root.__suppress_context__ else root.__context__)
-        if cause is None or id(cause) in seen:
-            return root
-        seen.add(id(cause))
-        root = cause
 
 
 def call_function(name: str, work: Callable[[], T]) -> T:
