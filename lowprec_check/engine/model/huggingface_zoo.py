@@ -59,19 +59,15 @@ def load_transformers(text: str, inputs: tuple[str, ...] = ()) -> Target:
         raise
     except Exception as error:
         why = f"{type_name(error)}: {' '.join(message_of(error).split())}"
-        raise UsageError(
-            f"{config_class.__name__} cannot be made from these options: {why}",
-            "See its documentation, or make the model in a Python file, and scan that.",
-        ) from None
+        hint = "See its documentation, or make the model in a Python file, and scan that."
+        raise UsageError(f"{config_class.__name__} cannot be made from these options: {why}", hint) from None
     arguments = ", ".join(f"{option}={value!r}" for option, value in values.items())
     config_code = f"transformers.{config_class.__name__}({arguments})"
     if model_class is None:
         model_class = transformers.MODEL_MAPPING.get(config_class, None)
         if model_class is None:
-            raise UsageError(
-                f"transformers has no base model for {config_class.__name__}.",
-                "Pass the name of a model, such as BertForMaskedLM.",
-            )
+            hint = "Pass the name of a model, such as BertForMaskedLM."
+            raise UsageError(f"transformers has no base model for {config_class.__name__}.", hint)
         # The first of several; if there is only one, AutoModel finds it
         model_class = model_class[0] if isinstance(model_class, (list, tuple)) else None
     model, call = _random_model(transformers, model_class, config, f"transformers:{name}")
@@ -124,10 +120,8 @@ def load_folder(folder: str, inputs: tuple[str, ...] = (), *, stream: bool = Fal
                 model, info = maker.from_pretrained(folder, **options)
             except Exception as error:
                 why = f"{type_name(error)}: {first_line(message_of(error))}"
-                raise UsageError(
-                    f"transformers cannot load the weights in {folder}: {why}",
-                    "Save the model again with save_pretrained, or load it in a Python file, and scan that.",
-                ) from None
+                hint = "Save the model again with save_pretrained, or load it in a Python file, and scan that."
+                raise UsageError(f"transformers cannot load the weights in {folder}: {why}", hint) from None
             model, missing = model.eval(), sorted(info["missing_keys"])
             if missing:
                 few = f"{', '.join(missing[:3])}{', …' * (len(missing) > 3)}"
@@ -199,10 +193,8 @@ def _attribute(transformers: Any, name: str) -> Any:
     try:
         return getattr(transformers, name, None)
     except Exception as error:
-        raise UsageError(
-            f"transformers.{name} cannot be imported: {type_name(error)}: {first_line(message_of(error))}",
-            "Install what it needs.",
-        ) from None
+        problem = f"transformers.{name} cannot be imported: {type_name(error)}: {first_line(message_of(error))}"
+        raise UsageError(problem, "Install what it needs.") from None
 
 
 _BYTES = 12
@@ -284,10 +276,8 @@ def default_inputs(model: nn.Module, config: Any, generator: torch.Generator) ->
         missing = [name for name in names if name in wanted and name not in inputs]
         needed = [name for name in missing if names[name].kind not in variadic] or [main]
         shapes = " ".join(f"--inputs {name}=SHAPE" for name in needed)
-        raise UsageError(
-            f"{type(model).__name__} takes {', '.join(map(repr, needed))}, for which there are no default inputs.",
-            f"Give the shapes of what it takes, such as 1x32x16: {shapes}",
-        )
+        problem = f"{type(model).__name__} takes {', '.join(map(repr, needed))}, for which there are no default inputs."
+        raise UsageError(problem, f"Give the shapes of what it takes, such as 1x32x16: {shapes}")
     return inputs
 
 

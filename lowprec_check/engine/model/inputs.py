@@ -349,10 +349,8 @@ def _as_tensor(value: Any) -> Any:
     try:
         tensor = torch.from_numpy(value.copy())
     except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"A NumPy array in `inputs` cannot become a tensor: {first_line(message_of(error))}",
-            "Convert it, for example with array.astype('float32').",
-        ) from None
+        problem = f"A NumPy array in `inputs` cannot become a tensor: {first_line(message_of(error))}"
+        raise UsageError(problem, "Convert it, for example with array.astype('float32').") from None
     if _is_wide(value):
         return tensor.float()
     return tensor
@@ -385,10 +383,8 @@ def parse_inputs(specs: tuple[str, ...], *, seed: int = 0) -> Any:
             else:
                 tensor = torch.randint(0, 10, shape, generator=generator).to(dtype)
         except (RuntimeError, TypeError, OverflowError) as error:  # too large, or a dtype without such values
-            raise UsageError(
-                f"Cannot make the input --inputs {spec}: {first_line(message_of(error))}",
-                "Give a smaller shape, or another dtype.",
-            ) from None
+            hint = "Give a smaller shape, or another dtype."
+            raise UsageError(f"Cannot make the input --inputs {spec}: {first_line(message_of(error))}", hint) from None
         if match["name"]:
             kwargs[match["name"]] = tensor
         else:

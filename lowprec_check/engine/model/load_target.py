@@ -90,10 +90,8 @@ def load_target(
     else:
         can_stream = zoo not in ZOOS and weights.endswith(".safetensors")
     if stream and not can_stream:
-        raise UsageError(
-            f"--stream reads weights from files of safetensors, and {spec} has none.",
-            "Pass hf:FOLDER, or a file that makes the model and --weights FILE.safetensors.",
-        )
+        hint = "Pass hf:FOLDER, or a file that makes the model and --weights FILE.safetensors."
+        raise UsageError(f"--stream reads weights from files of safetensors, and {spec} has none.", hint)
     # What the user's code prints must not mix with the report on stdout
     argv, sys.argv = sys.argv, [spec.rpartition(":")[0] or spec, *arguments]
     try:
@@ -200,9 +198,8 @@ _MAIN_GUARD = re.compile(r"^if __name__ ==", re.MULTILINE)
 def _target_of_training(training: ObservedTraining, script: UserModule, inputs: tuple[str, ...]) -> Target:
     """The target of the training step of a script."""
     if inputs:
-        raise UsageError(
-            f"{display_name(script.module)} is trained on its own batches, which --inputs cannot replace.", DEFINE_PARTS
-        )
+        problem = f"{display_name(script.module)} is trained on its own batches, which --inputs cannot replace."
+        raise UsageError(problem, DEFINE_PARTS)
     forward = forward_of(training.model)
     # Each batch in the form of inputs that a user gives, and from that in the form of a call
     calls = [_inputs_of(ModelCall(training.model, *batch[:2], training.line)) for batch in training.batches]
@@ -336,9 +333,8 @@ def _find_model(module: types.ModuleType, attribute: str | None) -> tuple[str, A
     if candidates:
         choices = "\n".join(f"    lowprec-check scan {name}:{choice}" for choice in candidates)
         raise _UndefinedError(f"{name} defines several models.", f"Choose one:\n{choices}")
-    raise _UndefinedError(
-        f"{name} defines no model.", "Define `model`: a torch.nn.Module, or a function that returns one."
-    )
+    problem = f"{name} defines no model."
+    raise _UndefinedError(problem, "Define `model`: a torch.nn.Module, or a function that returns one.")
 
 
 def _setup(
@@ -401,10 +397,8 @@ def _other_parts(module: types.ModuleType, inputs: tuple[str, ...]) -> dict[str,
         if name == "loss" and value is None:
             value = _criterion(module)
         if value is not None and not callable(value):
-            raise UsageError(
-                f"`{name}` in {display_name(module)} has type {type(value).__name__}, not a function.",
-                f"Make `{name}` a function, or rename it.",
-            )
+            problem = f"`{name}` in {display_name(module)} has type {type(value).__name__}, not a function."
+            raise UsageError(problem, f"Make `{name}` a function, or rename it.")
         parts[name] = value
     for name, kind in (("optimizer", Optimizer), ("average", ())):
         value = attribute_of(module, name)

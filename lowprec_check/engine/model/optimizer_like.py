@@ -81,10 +81,8 @@ class OptimizerLike:
     def __call__(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """An optimizer of ``parameters`` like those of the model; raises if it has none."""
         if not any(self._groups):
-            raise UsageError(
-                "`optimizer` has none of the parameters of the model that is scanned.",
-                "Make it of model.parameters(), or define `optimizer(parameters)`.",
-            )
+            hint = "Make it of model.parameters(), or define `optimizer(parameters)`."
+            raise UsageError("`optimizer` has none of the parameters of the model that is scanned.", hint)
         listed, first = list(parameters), self.schedule[0]
         groups = zip(self._groups, first, strict=True)
         made: torch.optim.Optimizer = self._kind(

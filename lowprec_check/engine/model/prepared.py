@@ -249,10 +249,8 @@ class Autocast(Application):
         autocast = torch.autocast(device_type, dtype=self.dtype)
         if not autocast._enabled:
             name = self.precision.format.name
-            raise UsageError(
-                f"torch's autocast does not support {name} on {device_type}: it would compute in fp32.",
-                "Choose another precision.",
-            )
+            problem = f"torch's autocast does not support {name} on {device_type}: it would compute in fp32."
+            raise UsageError(problem, "Choose another precision.")
         return autocast
 
     def make_standalone(self, model: nn.Module, device_type: str) -> None:

@@ -125,8 +125,6 @@ def saved_tensors(path: Path) -> dict[str, Saved]:
                 raise ValueError(f"{name} has not as many bytes as its shape needs")
             tensors[name] = saved
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(
-            f"Cannot read weights from {path}: {first_line(message_of(error))}",
-            "Weights are streamed from .safetensors only.",
-        ) from None
+        hint = "Weights are streamed from .safetensors only."
+        raise UsageError(f"Cannot read weights from {path}: {first_line(message_of(error))}", hint) from None
     return tensors

@@ -276,10 +276,8 @@ class WeightStream:
             self._uploads = None
         written, self._written = self._written, None
         if written is not None:
-            raise UsageError(
-                f"The model writes to its weight {written}, which is read from its file again and again.",
-                "Scan it without --stream where there is memory for it.",
-            )
+            problem = f"The model writes to its weight {written}, which is read from its file again and again."
+            raise UsageError(problem, "Scan it without --stream where there is memory for it.")
 
 
 class ReadBack:

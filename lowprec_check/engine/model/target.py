@@ -121,10 +121,8 @@ class Target(NamedTuple):
         if is_function(batches):
             batches = call_function("calibration", batches)
         if not _are_batches(batches):
-            raise UsageError(
-                f"`calibration` returned an object of type {type_name(batches)}, not a list of batches.",
-                _PASTE_CALIBRATION,
-            )
+            problem = f"`calibration` returned an object of type {type_name(batches)}, not a list of batches."
+            raise UsageError(problem, _PASTE_CALIBRATION)
         source, end = iter(batches), object()
         while (batch := call_user_code("Reading `calibration`", lambda: next(source, end))) is not end:
             number += 1
@@ -157,9 +155,8 @@ class Target(NamedTuple):
         if self.observed is not None and index < len(self.observed.batches):
             return self._replace(**self.observed.batches[index]._asdict())
         if self.make_batch is None:
-            raise NoBatchError(
-                "`inputs` is neither a function nor a loader, so there is only one batch.", _PASTE_BATCHES
-            )
+            problem = "`inputs` is neither a function nor a loader, so there is only one batch."
+            raise NoBatchError(problem, _PASTE_BATCHES)
         batch = take_batch(self.make_batch(index), forward_of(self.model))
         args, kwargs, _ = as_call(batch.inputs, forward_of(self.model))
         if same_values(self.inputs, (args, kwargs)):
@@ -235,16 +232,12 @@ def unchecked_target(
 def check(target: Target) -> Target:
     """Raise :class:`UsageError` if ``target`` cannot be scanned; look inside a compiled model."""
     if isinstance(target.model, torch.jit.ScriptModule):
-        raise UsageError(
-            "The model is a ScriptModule: its ops have no Python module or line to report.",
-            "Scan the Python module it was made from.",
-        )
+        hint = "Scan the Python module it was made from."
+        raise UsageError("The model is a ScriptModule: its ops have no Python module or line to report.", hint)
     target = _unwrapped(target)
     if not isinstance(target.model, nn.Module):
-        raise UsageError(
-            f"The target has type {type(target.model).__name__}, not torch.nn.Module.",
-            "Give a model; a file may also define a function that returns one.",
-        )
+        hint = "Give a model; a file may also define a function that returns one."
+        raise UsageError(f"The target has type {type(target.model).__name__}, not torch.nn.Module.", hint)
     # What can be scanned after a change is changed, with a note
     if any(map(is_lazy, _state(target.model))):
         target = _initialized(target)
@@ -254,18 +247,14 @@ def check(target: Target) -> Target:
         target = _noted(target, note, "import copy", code)._replace(model=copy.deepcopy(target.model))
     model, state = target.model, _state(target.model)
     if any(tensor.is_meta for tensor in state):
-        raise UsageError(
-            "The model has parameters on the meta device, which have no values.",
-            "Call model.to_empty(device='cpu'), then load or initialize its weights.",
-        )
+        hint = "Call model.to_empty(device='cpu'), then load or initialize its weights."
+        raise UsageError("The model has parameters on the meta device, which have no values.", hint)
     if not any(tensor.is_floating_point() for tensor in state):
         # Integer buffers may be indices and masks; integer parameters are quantized weights.
         quantized = next(model.parameters(), None) is not None or any(tensor.is_quantized for tensor in state)
         if quantized or not any(tensor.is_floating_point() for _, tensor in leaves(target.inputs)):
-            raise UsageError(
-                "The model has no floating-point parameters or inputs to cast.",
-                "Pass floating-point inputs. If the model is quantized, scan the one that it was made from.",
-            )
+            hint = "Pass floating-point inputs. If the model is quantized, scan the one that it was made from."
+            raise UsageError("The model has no floating-point parameters or inputs to cast.", hint)
         target = _noted(target, "the model has no floating-point parameters: only its inputs are cast")
     # What the reader of the result needs to know
     dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in converted_dtypes(model))
@@ -324,10 +313,8 @@ def _initialized(target: Target) -> Target:
             "Check that the inputs fit the model, or call the model once in your file.",
         ) from None
     if any(map(is_lazy, _state(model))):
-        raise UsageError(
-            "The model has lazy modules that a call on the inputs does not initialize.",
-            "Remove the modules that are not used, or call them once in your file.",
-        )
+        hint = "Remove the modules that are not used, or call them once in your file."
+        raise UsageError("The model has lazy modules that a call on the inputs does not initialize.", hint)
     code = f"{target.form}  # initializes the lazy modules"
     return _noted(target, "the lazy modules were initialized by a call on the inputs", code)._replace(model=model)
 
@@ -378,9 +365,8 @@ def check_calibration(given: Any, name: str) -> Any:
     if isinstance(given, Iterator):
         raise UsageError(f"{name} can be read only once, and several runs need it.", _PASTE_CALIBRATION)
     if not _are_batches(given):
-        raise UsageError(
-            f"{name} has type {type_name(given)}, not a function or a list of batches.", _PASTE_CALIBRATION
-        )
+        problem = f"{name} has type {type_name(given)}, not a function or a list of batches."
+        raise UsageError(problem, _PASTE_CALIBRATION)
     return given
 
 

@@ -88,10 +88,8 @@ def _default_loss(output: Any) -> Tensor:
         return own.loss
     tensors = [tensor for _, tensor in leaves(output) if is_float(tensor) and tensor.numel()]
     if not tensors:
-        raise UsageError(
-            "The output of the model has no floating-point tensor to compute a loss from.",
-            "Define `loss(output)` in the file.",
-        )
+        hint = "Define `loss(output)` in the file."
+        raise UsageError("The output of the model has no floating-point tensor to compute a loss from.", hint)
     # Drawn on the CPU, so that all devices and precisions train for the same
     generator = torch.Generator().manual_seed(0)
     scores = _scores(output, tensors)
@@ -177,18 +175,14 @@ def loss(output):  # replace it with your own
 def make_optimizer(optimizer: Any, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """The user's ``optimizer(parameters)``, or AdamW; checks that it is an optimizer of these."""
     if not parameters:
-        raise UsageError(
-            "The model has no parameter that requires a gradient, so there is nothing to train.",
-            "Check requires_grad of its parameters.",
-        )
+        hint = "Check requires_grad of its parameters."
+        raise UsageError("The model has no parameter that requires a gradient, so there is nothing to train.", hint)
     if optimizer is None:
         return torch.optim.AdamW(parameters, lr=DEFAULT_LEARNING_RATE)
     made: Any = optimizer(parameters)
     if not (callable(getattr(made, "step", None)) and hasattr(made, "param_groups")):
-        raise UsageError(
-            f"`optimizer` returned an object of type {type_name(made)}, not an optimizer.",
-            "Return one, for example torch.optim.AdamW(parameters, lr=1e-3).",
-        )
+        hint = "Return one, for example torch.optim.AdamW(parameters, lr=1e-3)."
+        raise UsageError(f"`optimizer` returned an object of type {type_name(made)}, not an optimizer.", hint)
     allowed = {id(parameter) for parameter in parameters}
     if any(id(parameter) not in allowed for group in made.param_groups for parameter in group["params"]):
         raise UsageError("`optimizer(parameters)` returned an optimizer of other parameters.", _GROUPS)
@@ -212,10 +206,8 @@ def check_optimizer(optimizer: Any, parameters: list[nn.Parameter]) -> None:
     copies = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
     made = call_user_code("Calling optimizer(parameters)", lambda: make_optimizer(optimizer, copies))
     if takes_closure(made):
-        raise UsageError(
-            f"{type(made).__name__}.step() needs a closure, and a scan of training calls step() without one.",
-            "Use another optimizer, such as torch.optim.AdamW(parameters, lr=1e-3).",
-        )
+        problem = f"{type(made).__name__}.step() needs a closure, and a scan of training calls step() without one."
+        raise UsageError(problem, "Use another optimizer, such as torch.optim.AdamW(parameters, lr=1e-3).")
 
 
 def optimizer_code(optimizer: Any) -> tuple[tuple[str, ...], str]:

@@ -101,7 +101,6 @@ def _description(error: BaseException, frame: traceback.FrameSummary) -> str:
     return f"{type_name(error)} at {location}: {message_of(error).strip() or 'no message'}"
 
 
-
 def call_function(name: str, work: Callable[[], T]) -> T:
     """:func:`call_user_code` for the function ``name`` of the user's file."""
     return call_user_code(f"Calling {name}()", work, f"Make sure that {name}() needs no arguments.")

@@ -92,9 +92,8 @@ def _check_names(path: str, expected: Mapping[str, Tensor], shapes: Mapping[str,
         if names
     ]
     if problems:
-        raise UsageError(
-            f"{path} does not fit the model: {'; '.join(problems)}.", "Make the model as it was when it was saved."
-        )
+        hint = "Make the model as it was when it was saved."
+        raise UsageError(f"{path} does not fit the model: {'; '.join(problems)}.", hint)
     return tied
 
 
@@ -198,10 +197,8 @@ def scale_weights(target: Target, seed: int, output_rms: float) -> Target:
             call_model(target.model, args, kwargs)
     except Exception as error:
         why = f"{type_name(error)}: {first_line(message_of(error))}"
-        raise UsageError(
-            f"The weights could not be scaled, since the model fails: {why}",
-            "Give trained weights with --weights, or other inputs with --inputs.",
-        ) from None
+        hint = "Give trained weights with --weights, or other inputs with --inputs."
+        raise UsageError(f"The weights could not be scaled, since the model fails: {why}", hint) from None
     finally:
         torch.set_num_threads(threads)
         torch.backends.mha.set_fastpath_enabled(fast)

@@ -25,10 +25,8 @@ def import_zoo(package: str) -> Any:
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name == package:
             raise UsageError(f"{package} is not installed.", f"pip install {package}") from None
-        raise UsageError(
-            f"{package} is installed, but its import fails: {type_name(error)}: {first_line(message_of(error))}",
-            f"Install a release of {package} for this torch.",
-        ) from error
+        problem = f"{package} is installed, but its import fails: {type_name(error)}: {first_line(message_of(error))}"
+        raise UsageError(problem, f"Install a release of {package} for this torch.") from error
 
 
 def unknown_name(owner: str, noun: str, name: str, names: Sequence[str], hint: str) -> UsageError:
