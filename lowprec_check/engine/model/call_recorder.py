@@ -33,19 +33,16 @@ class Node:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     line: str | None
-    has_gradients: bool
-    """Whether gradients were enabled."""
+    has_gradients: bool  # whether gradients were enabled
     autocasts: dict[str, torch.dtype]
     reads: list[Tensor]
     versions: list[int]
     """Of what it reads, before the call: how often each was written to in place."""
-    given: Any = None
-    """Of a model: copies of the arguments, which it may change."""
+    given: Any = None  # of a model: copies of the arguments, which it may change
     restore_generators: Sequence[Callable[[], Any]] = ()
     """Of a model: what restores the random numbers that it draws."""
     results: list[Tensor] = dataclasses.field(default_factory=list)
-    made: list[int] = dataclasses.field(default_factory=list)
-    """Versions of the results."""
+    made: list[int] = dataclasses.field(default_factory=list)  # versions of the results
     draws: bool = False
     """Whether a function of tensors without gradients draws random numbers."""
 

@@ -14,8 +14,7 @@ class _Call(NamedTuple):
     """One call, in seconds."""
 
     seconds: float
-    working: float
-    """Without the time that its threads waited for a core."""
+    working: float  # without the time that its threads waited for a core
     sets_up: bool
     """Whether it compiled, or imported what the model needs: other calls do not repeat that."""
 

@@ -39,8 +39,7 @@ class Arguments(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    form: str
-    """The call as code, with ``inputs`` as they were given."""
+    form: str  # the call as code, with `inputs` as they were given
 
 
 def as_call(inputs: Any, forward: Callable[..., Any]) -> Arguments:
@@ -105,14 +104,10 @@ class Batch(NamedTuple):
 
     inputs: Any
     notes: tuple[str, ...] = ()
-    setup: tuple[str, ...] = ()
-    """The same as code."""
-    targets: tuple[Any, ...] = ()
-    """The elements of the batch that ``forward`` does not require."""
-    code: str = ""
-    """Code for the whole batch, where there are targets."""
-    targets_code: str = ""
-    """Code for the targets, from ``batch``."""
+    setup: tuple[str, ...] = ()  # the same as code
+    targets: tuple[Any, ...] = ()  # the elements of the batch that `forward` does not require
+    code: str = ""  # code for the whole batch, where there are targets
+    targets_code: str = ""  # code for the targets, from `batch`
 
 
 def take_batch(source: Any, forward: Callable[..., Any]) -> Batch:

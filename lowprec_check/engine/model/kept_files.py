@@ -45,8 +45,7 @@ class KeptFiles(contextlib.ExitStack):
         self._since = 0
         self._copies: dict[str, str] = {}
         self._removed: set[str] = set()
-        self._made: set[str] = set()
-        """Folders."""
+        self._made: set[str] = set()  # folders
         self._kept: dict[str, None] = {}
 
     @property

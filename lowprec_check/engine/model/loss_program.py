@@ -20,25 +20,18 @@ class Backward(NamedTuple):
     """A call of ``backward()``."""
 
     loss: Tensor
-    value: Tensor
-    """Of the loss, which may be changed in place later."""
-    nodes: int
-    """How many were recorded before it."""
-    scale: float
-    """Of a ``GradScaler``; 1 without one."""
+    value: Tensor  # of the loss, which may be changed in place later
+    nodes: int  # how many were recorded before it
+    scale: float  # of a `GradScaler`; 1 without one
 
 
 class Phase(NamedTuple):
     """Part of a step: gradients are cleared, losses computed, optimizers make their steps."""
 
-    clears: tuple[int, ...]
-    """Numbers of the optimizers whose gradients are cleared."""
-    losses: tuple[Tensor, ...]
-    """Empty once the program is released."""
-    nodes: int
-    """How many were recorded before its last ``backward()``."""
-    steps: tuple[int, ...]
-    """Numbers of the optimizers that make a step."""
+    clears: tuple[int, ...]  # numbers of the optimizers whose gradients are cleared
+    losses: tuple[Tensor, ...]  # empty once the program is released
+    nodes: int  # how many were recorded before its last `backward()`
+    steps: tuple[int, ...]  # numbers of the optimizers that make a step
 
 
 @dataclasses.dataclass
@@ -48,10 +41,8 @@ class _Step:
     node: Node
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    results: list[int]
-    """Keys."""
-    model: str | None
-    """The name of the model that it calls."""
+    results: list[int]  # keys
+    model: str | None  # the name of the model that it calls
     phase: int
 
 
@@ -124,8 +115,7 @@ class Program:
         self.calls = [node for node in self.nodes if isinstance(node.call, nn.Module)]
         self.trained, self._keys = trained, dict[int, Tensor]()
         self._inputs = self._find_inputs(copies)
-        self._parameters: dict[int, str] = {}
-        """Names in the root, by key."""
+        self._parameters: dict[int, str] = {}  # names in the root, by key
         self._steps: list[_Step] = []
 
     def _find_inputs(self, copies: Mapping[tuple[int, int], Tensor]) -> dict[int, Tensor]:

@@ -30,13 +30,8 @@ from lowprec_check.engine.model.snapshot import saved_tensor
 from lowprec_check.errors import message_of
 from lowprec_check.process import system
 
-_FRAMEWORKS = {
-    "transformers.trainer": "transformers",
-    "lightning": "lightning",
-    "pytorch_lightning": "pytorch_lightning",
-    "accelerate": "accelerate",
-}
-"""What trains, by the start of the name of a module that calls ``backward()``."""
+_FRAMEWORKS = ("transformers.trainer", "lightning", "pytorch_lightning", "accelerate")
+"""What trains: how names of modules start that call ``backward()``."""
 
 SECONDS = 60.0
 """After the first call of a model, until its script is left with the steps that it has made."""
@@ -90,12 +85,9 @@ class StepObserver(ThreadObserver):
         self._cleared: list[tuple[int, frozenset[int]]] = []
         """After how many backward passes gradients were cleared, and of which parameters, by id."""
         self._scaled: dict[int, tuple[Tensor, Tensor, float]] = {}
-        self._clips: dict[int, list[Clip]] = {}
-        """By the number of backward passes before them."""
-        self._in_autocast = False
-        """Whether a step was made in the autocast block that is open."""
-        self._made_steps: list[OptimizerStep] = []
-        """Of the step that is not complete."""
+        self._clips: dict[int, list[Clip]] = {}  # by the number of backward passes before them
+        self._in_autocast = False  # whether a step was made in the autocast block that is open
+        self._made_steps: list[OptimizerStep] = []  # of the step that is not complete
         self.found = ObservedSteps(steps)
 
     def give_up(self, why: str) -> None:
@@ -379,5 +371,5 @@ def framework_of(frame: FrameType) -> str:
     outermost = ""
     for at, _ in traceback.walk_stack(frame):
         name = f"{at.f_globals.get('__name__')}."
-        outermost = next((value for start, value in _FRAMEWORKS.items() if name.startswith(f"{start}.")), outermost)
-    return outermost
+        outermost = next((start for start in _FRAMEWORKS if name.startswith(f"{start}.")), outermost)
+    return outermost.partition(".")[0]

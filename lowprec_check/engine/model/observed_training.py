@@ -68,8 +68,7 @@ class ObservedLoss:
         of_model = len(program.nodes) == 1
         self.is_returned = of_model or isinstance(model, ScriptStep)
         """Whether the scanned model returns it."""
-        self.line: str | None = None
-        """Where it is computed: ``train.py:12``."""
+        self.line: str | None = None  # where it is computed: `train.py:12`
         phases: dict[int, list[Node]] = {}
         for node, phase in zip(program.nodes, program.phases, strict=True):
             phases.setdefault(phase, []).append(node)
@@ -121,14 +120,11 @@ class ObservedTraining(NamedTuple):
     model: nn.Module
     loss: ObservedLoss
     optimizer: OptimizerLike | OptimizersLike
-    batches: list[ObservedBatch]
-    """Of the first step, and of those after it."""
-    line: str | None
-    """That calls the model."""
+    batches: list[ObservedBatch]  # of the first step, and of those after it
+    line: str | None  # that calls the model
     framework: str
     """What calls ``backward()``: ``lightning``, ``transformers``, ``accelerate``; else empty."""
-    optimizers: tuple[str, ...]
-    """The lines that make the optimizers."""
+    optimizers: tuple[str, ...]  # the lines that make the optimizers
     notes: tuple[str, ...]
     losses: tuple[float, ...] = ()
     """Of the script, in the observed steps; none under autocast, since fp32 gives others."""
@@ -149,11 +145,9 @@ class OptimizerStep(NamedTuple):
     optimizer: Optimizer
     start: int
     """How many backward passes there were when its gradients were cleared."""
-    end: int
-    """How many there were before it."""
+    end: int  # how many there were before it
     clips: list[Clip]
-    gradients: dict[int, Tensor]
-    """By the id of the parameter, as the optimizer got them."""
+    gradients: dict[int, Tensor]  # by the id of the parameter, as the optimizer got them
 
 
 class ObservedStep(NamedTuple):
@@ -163,8 +157,7 @@ class ObservedStep(NamedTuple):
     batch: ObservedBatch
     root: nn.Module
     """The model that the program calls, or a :class:`ScriptStep`."""
-    loss: float
-    """What the script computed, summed over its backward passes."""
+    loss: float  # what the script computed, summed over its backward passes
 
     @classmethod
     def of(cls, program: Program, first: ObservedStep | None, loss: float) -> ObservedStep:
@@ -202,31 +195,25 @@ class ObservedSteps:
     """What was observed of the first ``wanted`` steps of the optimizers."""
 
     wanted: int
-    optimizers: list[Optimizer] = dataclasses.field(default_factory=list)
-    """Those that made steps."""
+    optimizers: list[Optimizer] = dataclasses.field(default_factory=list)  # those that made steps
     states: dict[Optimizer, Any] = dataclasses.field(default_factory=dict)
     """Of optimizers, before their first step."""
     schedule: dict[Optimizer, list[Settings]] = dataclasses.field(default_factory=dict)
     """Of each step."""
     steps: list[ObservedStep] = dataclasses.field(default_factory=list)
-    unlike: str = ""
-    """Why the next step was not like those before it."""
+    unlike: str = ""  # why the next step was not like those before it
     values: dict[int, tuple[Tensor, Tensor, Tensor, dict[str, Any]]] = dataclasses.field(default_factory=dict)
     """Of parameters and buffers, before the first step."""
     modes: dict[nn.Module, bool] = dataclasses.field(default_factory=dict)
     """Whether modules were in training mode, before the first step."""
-    first: Sequence[Backward] = ()
-    """Of the first step: those that it uses."""
-    made_first: Sequence[OptimizerStep] = ()
-    """In the first step."""
-    facts: dict[str, None] = dataclasses.field(default_factory=dict)
-    """Notes."""
+    first: Sequence[Backward] = ()  # of the first step: those that it uses
+    made_first: Sequence[OptimizerStep] = ()  # in the first step
+    facts: dict[str, None] = dataclasses.field(default_factory=dict)  # notes
     framework: str = ""
     made: list[tuple[Optimizer, str | None]] = dataclasses.field(default_factory=list)
     """All optimizers, and the lines that make them."""
     has_gradients: bool = False
-    problem: str | None = None
-    """Why no step can be made as the script makes it."""
+    problem: str | None = None  # why no step can be made as the script makes it
 
     def facts_of(self, program: Program) -> Iterator[str]:
         """What the first step does differently from a scan, as notes."""

@@ -24,8 +24,7 @@ class Clip(NamedTuple):
     """A call of ``clip_grad_norm_`` or ``clip_grad_value_``."""
 
     function: Callable[..., Any]
-    parameters: list[int]
-    """Their ids."""
+    parameters: list[int]  # their ids
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 

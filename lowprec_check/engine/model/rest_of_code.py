@@ -41,15 +41,13 @@ class RestOfCode:
     def __init__(self, frame: FrameType, tree: ast.Module, function: Any) -> None:
         code = frame.f_code
         self._locals, self._globals = frame.f_locals, frame.f_globals
-        self.is_own = is_own_file(code.co_filename)
-        """Whether it is in a file of the user's own."""
+        self.is_own = is_own_file(code.co_filename)  # whether it is in a file of the user's own
         self.function = function
         """The definition of the function; ``None`` for a file and for a comprehension."""
         count = code.co_argcount + code.co_kwonlyargcount
         self.arguments = [self._locals.get(name) for name in code.co_varnames[:count]]
         """The values of its parameters now."""
-        self.current: ast.stmt | None = None
-        """The innermost statement that is running."""
+        self.current: ast.stmt | None = None  # the innermost statement that is running
         self.after: list[ast.stmt] = []
         """The statements behind it, but not those of loops that run again."""
         self._holds: dict[tuple[int, int], bool] = {}

@@ -49,8 +49,7 @@ class Saved(NamedTuple):
     shape: tuple[int, ...]
     path: Path
     mapped: mmap.mmap
-    start: int
-    """Of its first byte in the file."""
+    start: int  # of its first byte in the file
 
     @property
     def nbytes(self) -> int:

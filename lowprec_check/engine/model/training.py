@@ -26,8 +26,7 @@ class LossInputs(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    targets: tuple[Any, ...] = ()
-    """The elements of a batch that the model does not take."""
+    targets: tuple[Any, ...] = ()  # the elements of a batch that the model does not take
 
 
 def loss_of(loss: Callable[..., Any] | None, output: Any, inputs: LossInputs) -> Tensor:
@@ -122,10 +121,8 @@ class DescribedLoss(NamedTuple):
     """A loss in words, and as code."""
 
     words: str
-    code: str = "loss(output)"
-    """An expression of ``output``, and perhaps ``inputs`` and ``targets``."""
-    setup: tuple[str, ...] = ()
-    """Lines that define what the code needs."""
+    code: str = "loss(output)"  # an expression of `output`, and perhaps `inputs` and `targets`
+    setup: tuple[str, ...] = ()  # lines that define what the code needs
 
 
 def describe_loss(loss: Callable[..., Any] | None, output: Any, form: str, targets_code: str) -> DescribedLoss:

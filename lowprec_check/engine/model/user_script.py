@@ -37,8 +37,7 @@ class ModelCall(NamedTuple):
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    line: str | None
-    """``train.py:40``."""
+    line: str | None  # `train.py:40`
     passed_over: tuple[str, ...] = ()
     """Earlier calls that make a model: ``the call at train.py:12 initializes lazy layers``."""
 
@@ -48,10 +47,8 @@ class Ran(NamedTuple):
 
     call: ModelCall | None
     """The first call of a model, where it stopped unless observed; ``None`` at the code's end."""
-    notes: tuple[str, ...]
-    """What was done to keep the user's files as they are."""
-    training: ObservedTraining | None = None
-    """Its training, if that was observed and there is any."""
+    notes: tuple[str, ...]  # what was done to keep the user's files as they are
+    training: ObservedTraining | None = None  # its training, if that was observed and there is any
 
 
 class Observer(Protocol):
@@ -70,10 +67,8 @@ class Observer(Protocol):
 class Definitions(NamedTuple):
     """What a file defines, by its own code, to be scanned."""
 
-    model: str
-    """The name of its model."""
-    parts: tuple[str, ...]
-    """Names that it may define besides, such as ``loss``."""
+    model: str  # the name of its model
+    parts: tuple[str, ...]  # names that it may define besides, such as `loss`
 
     @property
     def needed(self) -> set[str]:
@@ -176,8 +171,7 @@ class _Running:
         self._timer: threading.Timer | None = None
         self.is_over = self.is_overdue = False
         self.errors: list[BaseException] = []
-        self.first: ModelCall | None = None
-        """The first call of a model, once it is made."""
+        self.first: ModelCall | None = None  # the first call of a model, once it is made
         # Calls that are part of making a model, and the threads that are in one
         self._passed_over: list[tuple[ModelCall, Making]] = []
         self._threads_making: set[int] = set()

@@ -37,12 +37,9 @@ class LeftOut:
     """What was left out of the user's code."""
 
     def __init__(self) -> None:
-        self.calls: dict[str, None] = {}
-        """``ipex.optimize (train.py:9)``."""
-        self.limits: dict[str, None] = {}
-        """Why calls would fail on this processor."""
-        self.imported: str | None = None
-        """For which part of it the extension itself was imported."""
+        self.calls: dict[str, None] = {}  # `ipex.optimize (train.py:9)`
+        self.limits: dict[str, None] = {}  # why calls would fail on this processor
+        self.imported: str | None = None  # for which part of it the extension itself was imported
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -58,11 +58,10 @@ def import_torchvision() -> Any:
 def load_torchvision(name: str, inputs: tuple[str, ...] = ()) -> Target:
     """Return the target for ``torchvision:name``, in eval mode, seed 0."""
     models = import_torchvision().models
-    if name not in models.list_models():
-        raise unknown_name(
-            "torchvision", "model", name, models.list_models(), "torchvision.models.list_models() returns all names."
-        )
-
+    names = models.list_models()
+    if name not in names:
+        hint = "torchvision.models.list_models() returns all names."
+        raise unknown_name("torchvision", "model", name, names, hint)
     is_detector = kind_of(models, name) == "detection"
 
     def make_batch(index: int) -> Any:
