@@ -203,10 +203,8 @@ def _target_of_training(training: ObservedTraining, script: UserModule, inputs: 
     forward = forward_of(training.model)
     # Each batch in the form of inputs that a user gives, and from that in the form of a call
     calls = [_inputs_of(ModelCall(training.model, *batch[:2], training.line)) for batch in training.batches]
-    batches = [
-        ObservedBatch(*as_call(call, forward)[:2], batch.targets)
-        for call, batch in zip(calls, training.batches, strict=True)
-    ]
+    pairs = zip(calls, training.batches, strict=True)
+    batches = [ObservedBatch(*as_call(call, forward)[:2], batch.targets) for call, batch in pairs]
     # What the names of code to paste mean in this script
     if len(training.optimizers) > 1:
         made = ", ".join(training.optimizers)
@@ -375,9 +373,7 @@ def _given_inputs(module: types.ModuleType, inputs: tuple[str, ...]) -> Any:
 def _criterion(module: types.ModuleType) -> Any:
     """The file's ``criterion``, another name of the loss, if it can be called."""
     criterion = attribute_of(module, "criterion")
-    if is_function(criterion) and not isinstance(criterion, type):
-        return criterion
-    return None
+    return criterion if is_function(criterion) and not isinstance(criterion, type) else None
 
 
 def _make_batch(module: types.ModuleType, inputs: tuple[str, ...]) -> Callable[[int], Any] | None:
@@ -388,23 +384,18 @@ def _make_batch(module: types.ModuleType, inputs: tuple[str, ...]) -> Callable[[
 
 def _other_parts(module: types.ModuleType, inputs: tuple[str, ...]) -> dict[str, Any]:
     """What a file may define besides its model and inputs; ``None`` for what it does not define."""
-    parts: dict[str, Any] = {}
+    parts = {name: attribute_of(module, name) for name in ("loss", "metric", "optimizer", "average")}
+    # The `loss` of a training script may be a number, such as a sum that it starts from
+    if parts["loss"] is None or isinstance(parts["loss"], (Tensor, int, float)):
+        parts["loss"] = _criterion(module)
     for name in ("loss", "metric"):
-        value = attribute_of(module, name)
-        # The `loss` of a training script may be a number, such as a sum that it starts from
-        if name == "loss" and isinstance(value, (Tensor, int, float)):
-            value = None
-        if name == "loss" and value is None:
-            value = _criterion(module)
-        if value is not None and not callable(value):
-            problem = f"`{name}` in {display_name(module)} has type {type(value).__name__}, not a function."
+        if parts[name] is not None and not callable(parts[name]):
+            problem = f"`{name}` in {display_name(module)} has type {type(parts[name]).__name__}, not a function."
             raise UsageError(problem, f"Make `{name}` a function, or rename it.")
-        parts[name] = value
+    # One like an optimizer is made
     for name, kind in (("optimizer", Optimizer), ("average", ())):
-        value = attribute_of(module, name)
-        parts[name] = None
-        if is_function(value) or isinstance(value, kind):  # one like an optimizer is made
-            parts[name] = value
+        if not is_function(parts[name]) and not isinstance(parts[name], kind):
+            parts[name] = None
     calibration = attribute_of(module, "calibration")
     parts["calibrate"] = check_calibration(calibration, f"`calibration` in {display_name(module)}")
     return parts | {"make_batch": _make_batch(module, inputs)}
