@@ -100,8 +100,7 @@ def changed_inputs(target: Target, seed: int) -> Iterator[tuple[InputChange, Cal
     free = [not _is_fixed(tensor) for tensor in tensors]
     size = next((len(tensor) for tensor in tensors if tensor.ndim), 0)
     items = [tensor.ndim > 0 and len(tensor) == size for tensor in tensors]
-
-    numbers = [not _is_fixed(tensor) and (tensor.is_floating_point() or tensor.is_complex()) for tensor in tensors]
+    numbers = [(tensor.is_floating_point() or tensor.is_complex()) and not _is_fixed(tensor) for tensor in tensors]
 
     def changed(change: Callable[[Tensor], Tensor], which: Sequence[bool]) -> Call:
         pairs = zip(tensors, which, strict=True)

@@ -171,12 +171,10 @@ class Program:
             copies = [tensor for _, tensor in leaves(call.given)]
             copied |= {id(tensor): copy for tensor, copy in zip(call.reads, copies, strict=True)}
         wanted = {id(t) for node in self.nodes if node is not single for t in node.reads if id(t) in self._inputs}
-        inputs = []
-        self.input_keys = []
-        for identity in (identity for identity in self._inputs if identity in wanted):
-            tensor = copied.get(identity, self._inputs[identity])
-            inputs.append(tensor.detach().clone().requires_grad_(self._inputs[identity].requires_grad))
-            self.input_keys.append(self._key(self._inputs[identity]))
+        read = [tensor for identity, tensor in self._inputs.items() if identity in wanted]
+        self.input_keys = [self._key(tensor) for tensor in read]
+        values = [copied.get(id(tensor), tensor).detach().clone() for tensor in read]
+        inputs = [value.requires_grad_(tensor.requires_grad) for value, tensor in zip(values, read, strict=True)]
         # Placeholders stand for all tensors, so that these can be freed
         for node, phase in zip(self.nodes, self.phases, strict=True):
             if node is single:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -204,14 +205,10 @@ class StepWatch(ThreadObserver):
         if self._is_elsewhere or self._in_scaler:
             return
         self._save(optimizer)
-        frame: FrameType | None = sys._getframe(1)
-        self._note("made_steps", sys._getframe(1))
+        frame = sys._getframe(1)
+        self._note("made_steps", frame)
         # The innermost line of the user's makes the step; those around it call the function
-        own = []
-        while frame is not None:
-            if is_own_file(frame.f_code.co_filename):
-                own.append(frame)
-            frame = frame.f_back
+        own = [around for around, _ in traceback.walk_stack(frame) if is_own_file(around.f_code.co_filename)]
         for caller in own[1:]:
             self._note("step_callers", caller)
 

@@ -232,8 +232,10 @@ def unchecked_target(
 def check(target: Target) -> Target:
     """Raise :class:`UsageError` if ``target`` cannot be scanned; look inside a compiled model."""
     if isinstance(target.model, torch.jit.ScriptModule):
-        hint = "Scan the Python module it was made from."
-        raise UsageError("The model is a ScriptModule: its ops have no Python module or line to report.", hint)
+        raise UsageError(
+            "The model is a ScriptModule: its ops have no Python module or line to report.",
+            "Scan the Python module it was made from.",
+        )
     target = _unwrapped(target)
     if not isinstance(target.model, nn.Module):
         hint = "Give a model; a file may also define a function that returns one."

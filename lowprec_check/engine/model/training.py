@@ -246,9 +246,6 @@ def describe_optimizer(made: Any) -> str:
 
 
 def _number(value: Any) -> str:
-    if isinstance(value, Tensor) and value.numel() != 1:
-        return "a tensor"
     if isinstance(value, Tensor):
-        value = value.item()
-        return f"{value:g}"
+        return f"{value.item():g}" if value.numel() == 1 else "a tensor"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from lowprec_check.engine.model import torchvision_ops
 from lowprec_check.engine.model.inputs import inputs_code, parse_inputs
@@ -70,12 +71,9 @@ def load_torchvision(name: str, inputs: tuple[str, ...] = ()) -> Target:
         asked = parse_inputs(inputs, seed=index)
         if not is_detector:
             return asked
-        if isinstance(asked, Tensor):
-            asked = [asked]
-        elif isinstance(asked, dict):
-            asked = asked.values()
         # A detector takes a list of images; a batch is several
-        return ([image for tensor in asked for image in (tensor.unbind() if tensor.dim() == 4 else [tensor])],)
+        batches = [tensor.unbind() if tensor.dim() == 4 else [tensor] for tensor in tree_leaves(asked)]
+        return ([image for images in batches for image in images],)
 
     options: dict[str, Any] = {"weights": None}  # no download, and no slow initialization (up to a minute)
     if "weights_backbone" in models.get_model_builder(name).__annotations__:
