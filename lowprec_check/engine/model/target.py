@@ -232,14 +232,14 @@ def unchecked_target(
 def check(target: Target) -> Target:
     """Raise :class:`UsageError` if ``target`` cannot be scanned; look inside a compiled model."""
     if isinstance(target.model, torch.jit.ScriptModule):
-        raise UsageError(
-            "The model is a ScriptModule: its ops have no Python module or line to report.",
-            "Scan the Python module it was made from.",
-        )
+        hint = "Scan the Python module it was made from."
+        raise UsageError("The model is a ScriptModule: its ops have no Python module or line to report.", hint)
     target = _unwrapped(target)
     if not isinstance(target.model, nn.Module):
-        hint = "Give a model; a file may also define a function that returns one."
-        raise UsageError(f"The target has type {type(target.model).__name__}, not torch.nn.Module.", hint)
+        raise UsageError(
+            f"The target has type {type(target.model).__name__}, not torch.nn.Module.",
+            "Give a model; a file may also define a function that returns one.",
+        )
     # What can be scanned after a change is changed, with a note
     if any(map(is_lazy, _state(target.model))):
         target = _initialized(target)
