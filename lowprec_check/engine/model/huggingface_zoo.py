@@ -84,10 +84,9 @@ def load_folder(folder: str, inputs: tuple[str, ...] = (), *, stream: bool = Fal
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:
-        raise UsageError(
-            f"transformers cannot read {folder}/config.json: {type_name(error)}: {first_line(message_of(error))}",
-            "Check its model_type, or install the release of transformers that it was saved with.",
-        ) from None
+        why = f"{type_name(error)}: {first_line(message_of(error))}"
+        hint = "Check its model_type, or install the release of transformers that it was saved with."
+        raise UsageError(f"transformers cannot read {folder}/config.json: {why}", hint) from None
     listed, model_class = content.get("architectures"), None
     if isinstance(listed, list) and listed and isinstance(listed[0], str) and listed[0]:
         model_class = _attribute(transformers, listed[0])
@@ -212,11 +211,9 @@ def _random_model(transformers: Any, model_class: Any, config: Any, what: str) -
         parameters = sum(parameter.numel() for parameter in make(config).parameters())
     needed, free = _BYTES * parameters, psutil.virtual_memory().available
     if needed > free:
-        raise UsageError(
-            f"{what} has {parameters / 1e9:.1f} billion parameters: a scan needs about {needed / 2**30:.0f} GiB of "
-            f"memory, and {free / 2**30:.0f} GiB are free.",
-            _SMALLER,
-        )
+        size, memory = f"{parameters / 1e9:.1f} billion parameters", f"{needed / 2**30:.0f} GiB of memory"
+        why = f"a scan needs about {memory}, and {free / 2**30:.0f} GiB are free"
+        raise UsageError(f"{what} has {size}: {why}.", _SMALLER)
     torch.manual_seed(0)
     return call_user_code(f"Making {what}", lambda: make(config)).eval(), f"transformers.{name}"
 

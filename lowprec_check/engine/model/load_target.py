@@ -185,10 +185,8 @@ def _model_of(module: types.ModuleType, name: str, definition: Any) -> Any:
         return definition
     model = call_function(name, definition)
     if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"{display_name(module)}:{name} returned an object of type {type(model).__name__}, not a torch.nn.Module.",
-            f"Return the model from `{name}`.",
-        )
+        returned = f"returned an object of type {type(model).__name__}, not a torch.nn.Module"
+        raise UsageError(f"{display_name(module)}:{name} {returned}.", f"Return the model from `{name}`.")
     return model
 
 

@@ -279,22 +279,18 @@ def autocast_problem(precision: Precision, device_type: str) -> str | None:
 
 def application_of(precision: Precision) -> Application:
     """How to apply ``precision``; raises :class:`UsageError` if the code of a package fails."""
-    if precision.method is not None and not hasattr(nn.Module, precision.method):
-        raise UsageError(
-            f"The precision {precision.name!r} casts by the method {precision.method!r}, which torch.nn.Module lacks.",
-            "Upgrade or uninstall the package that registers it.",
-        )
+    method, hint = precision.method, "Upgrade or uninstall the package that registers it."
+    if method is not None and not hasattr(nn.Module, method):
+        lacks = f"casts by the method {method!r}, which torch.nn.Module lacks"
+        raise UsageError(f"The precision {precision.name!r} {lacks}.", hint)
     if precision.application is None:
         return {"reference": Reference, "cast": Cast, "autocast": Autocast}[precision.kind](precision)
     module, _, attribute = precision.application.partition(":")
     try:
         custom: Application = getattr(importlib.import_module(module), attribute)(precision)
     except Exception as error:
-        raise UsageError(
-            f"The application {precision.application} of the precision {precision.name!r} fails: "
-            f"{type_name(error)}: {message_of(error)}.",
-            "Upgrade or uninstall the package that registers it.",
-        ) from error
+        what = f"The application {precision.application} of the precision {precision.name!r}"
+        raise UsageError(f"{what} fails: {type_name(error)}: {message_of(error)}.", hint) from error
     return custom
 
 

@@ -130,11 +130,9 @@ class Target(NamedTuple):
             expected, places = (sorted(path for path, _ in leaves(call)) for call in (self.inputs, (args, kwargs)))
             if form != self.form or places != expected:
                 count, wanted = (f"{len(paths)} tensor{'s' * (len(paths) != 1)}" for paths in (places, expected))
-                raise UsageError(
-                    f"Batch {number} of `calibration` has type {type_name(batch)} with {count}; "
-                    f"the inputs are {wanted}, given by {self.form}.",
-                    "Yield batches in the form of `inputs`, without targets.",
-                )
+                what = f"Batch {number} of `calibration` has type {type_name(batch)} with {count}"
+                hint = "Yield batches in the form of `inputs`, without targets."
+                raise UsageError(f"{what}; the inputs are {wanted}, given by {self.form}.", hint)
             yield args, kwargs
         if not number:
             raise UsageError("`calibration` is empty: it has no batch.", _PASTE_CALIBRATION)
@@ -309,11 +307,9 @@ def _initialized(target: Target) -> Target:
     except Exception as error:
         line = traceback_line(error.__traceback__)
         place = f" at {line}" if line else ""
-        raise UsageError(
-            f"The model has lazy modules, and the call that initializes them failed{place}: "
-            f"{type_name(error)}: {message_of(error)}",
-            "Check that the inputs fit the model, or call the model once in your file.",
-        ) from None
+        what = f"The model has lazy modules, and the call that initializes them failed{place}"
+        hint = "Check that the inputs fit the model, or call the model once in your file."
+        raise UsageError(f"{what}: {type_name(error)}: {message_of(error)}", hint) from None
     if any(map(is_lazy, _state(model))):
         hint = "Remove the modules that are not used, or call them once in your file."
         raise UsageError("The model has lazy modules that a call on the inputs does not initialize.", hint)
