@@ -266,14 +266,12 @@ def autocast_problem(precision: Precision, device_type: str) -> str | None:
     # Asking for bf16 would initialize a GPU in this process
     if precision.kind != "autocast" or precision.format in (BF16, FP16):
         return None
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), contextlib.suppress(RuntimeError):  # which the run itself raises
         warnings.simplefilter("ignore")
         try:
             Autocast(precision).context(device_type)
         except UsageError as error:
             return error.message.rstrip(".")
-        except RuntimeError:  # the run itself raises it
-            return None
     return None
 
 
