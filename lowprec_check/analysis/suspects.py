@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 from lowprec_check.analysis.error_shares import trusted_budget
@@ -62,10 +62,8 @@ def suspects(run: Run) -> Suspects:
         added[row.module] = max(added.get(row.module, 0.0), adds)
     certain = list(dict.fromkeys(failing))
     causes = causes_of(run)
-    shares: Mapping[str, float] = {}
-    guess = None
-    if causes is not None:
-        shares, guess = causes.shares, _with_hidden(causes, run)
+    shares = causes.shares if causes is not None else {}
+    guess = _with_hidden(causes, run) if causes is not None else None
     likely = sorted((path for path in added if path), key=lambda path: (-shares.get(path, 0.0), -added[path]))
     lowering = frozenset(row.module for row in run.op_calls.rows() if _lowers(row, run))
     return Suspects([path for path in certain if path], likely, "" in certain, causes, guess, lowering)
@@ -227,11 +225,10 @@ def constants(run: Run) -> list[Constant]:
     if run.format is None:
         return []
     found = []
-    for gap in run.gaps:
-        if gap.kind == "scalar-overflow":
-            limit = "max" if gap.constant and gap.constant > 0 else "min"
-            use = f"torch.finfo({run.format.dtype}).{limit}"
-            found.append(Constant(module=gap.module, op=gap.op, source=gap.source, value=gap.constant, use=use))
+    for gap in (gap for gap in run.gaps if gap.kind == "scalar-overflow"):
+        limit = "max" if gap.constant and gap.constant > 0 else "min"
+        use = f"torch.finfo({run.format.dtype}).{limit}"
+        found.append(Constant(module=gap.module, op=gap.op, source=gap.source, value=gap.constant, use=use))
     return found
 
 

@@ -56,8 +56,8 @@ def training_code(
     found = prepare(key, model, keep_fp32, untied, torch_version=torch_version)
     found = found._replace(imports=[*found.imports, *way.declared.imports])
     class_code, device = way.declared.class_code(), device_type(key.device)
-    updates = [_updates(way, setup, device, number) for number in range(len(setup.optimizers))]
-    updates = updates or [_updates(way, setup, device)]
+    updates = [_updates(way, setup, number) for number in range(len(setup.optimizers))]
+    updates = updates or [_updates(way, setup)]
     # what is defined before the loop
     lines = ["", class_code, "", ""] if class_code else []
     has_optimizer = _uses_optimizer(way, setup)
@@ -66,9 +66,10 @@ def training_code(
         lines += convert_targets(found.conversion)
     if not setup.optimizers and (not has_optimizer or setup.clip_code):
         lines.append("parameters = [p for p in model.parameters() if p.requires_grad]")
-    scaler = _scaler(way, device)
-    if scaler:
-        lines.append(f"scaler = {scaler}")
+    has_scaler = way.initial_scale is not None
+    if has_scaler:
+        start = "" if way.initial_scale == DEFAULT_SCALE else f", init_scale={way.initial_scale}"
+        lines.append(f'scaler = torch.amp.GradScaler("{device}"{start})')
     lines += [line for update in updates for line in update.before]
     if setup.average_code:
         lines.append(f"average = {setup.average_code}")
@@ -80,7 +81,7 @@ def training_code(
     for phase in setup.phases or [TrainingPhase(clears=[0], steps=[0])]:
         step += [*(updates[number].zero_grad for number in phase.clears), *forward, updates[0].backward]
         step += [line for number in phase.steps for line in updates[number].step]
-    if scaler:
+    if has_scaler:
         step.append("scaler.update()")
     if setup.average_code:
         step.append("average.update_parameters(model)")
@@ -91,16 +92,7 @@ def training_code(
     return "\n".join(found.with_lines(*lines))
 
 
-def _scaler(way: TrainingWay, device: str) -> str:
-    """What makes the ``GradScaler``; empty without one."""
-    if way.initial_scale is None:
-        return ""
-    if way.initial_scale == DEFAULT_SCALE:
-        return f'torch.amp.GradScaler("{device}")'
-    return f'torch.amp.GradScaler("{device}", init_scale={way.initial_scale})'
-
-
-def _updates(way: TrainingWay, setup: TrainingSetup, device: str, number: int | None = None) -> _Updates:
+def _updates(way: TrainingWay, setup: TrainingSetup, number: int | None = None) -> _Updates:
     """The optimizer, or the one of that ``number`` of several, and what updates 16-bit weights."""
     made, class_code = setup.optimizer_code or "optimizer(parameters)", way.declared.class_code()
     clips, given, updater = setup.clip_code, "optimizer", "updater"
@@ -109,23 +101,20 @@ def _updates(way: TrainingWay, setup: TrainingSetup, device: str, number: int | 
         clips, given, updater = setup.clips[number], f"optimizers[{number}]", f"updater{number}"
         parameters, made = of_group.format(given), made.replace("optimizer)", f"{given})")
         clips = [clip.replace("(parameters", f"({parameters}", 1) for clip in clips]
-    scaler = _scaler(way, device)
     # a class that wraps the optimizer does all of it, clipping in a hook of its own
     if class_code:
         kind = class_code.partition(":")[0].removeprefix("class ")
         make = "optimizer" if made == "optimizer(parameters)" else f"lambda parameters: {made}"
-        arguments = ", ".join(filter(None, (parameters, make, scaler and "scaler")))
-        before = [f"{updater} = {kind}({arguments})"]
+        scaler = "" if way.initial_scale is None else ", scaler"
+        before = [f"{updater} = {kind}({parameters}, {make}{scaler})"]
         for clip in clips:
             own = clip.replace(f"({parameters}", f"({of_group.format('optimizer')}", 1)
             before.append(f"{updater}.optimizer.register_step_pre_hook(lambda optimizer, *_: ({own}, None)[1])")
         return _Updates(before, f"{updater}.zero_grad()", f"{updater}.backward(step_loss)", [f"{updater}.step()"])
     is_own = _uses_optimizer(way, setup)
     name = given if setup.default_optimizer or is_own else updater  # the file's own `optimizer` is a function
-    before = []
-    if not is_own:
-        before = [f"{name} = {made}", *way.declared.optimizer_code(name)]
-    if not scaler:
+    before = [] if is_own else [f"{name} = {made}", *way.declared.optimizer_code(name)]
+    if way.initial_scale is None:
         return _Updates(before, f"{name}.zero_grad()", "step_loss.backward()", [*clips, f"{name}.step()"])
     # gradients are clipped as they are, not scaled
     after = [*clips, f"scaler.step({name})"]

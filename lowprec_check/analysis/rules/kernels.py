@@ -15,7 +15,7 @@ from lowprec_check.schema.axes import DEVICES, device_type
 from lowprec_check.schema.op_calls import PRODUCTS, fallback_of, seconds_killed
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Gap, Run, ScanResult
-from lowprec_check.schema.statements import Sentence, chained, plain, say
+from lowprec_check.schema.statements import Sentence, chained, plain, say, say_if
 
 SLOW_RATIO = 5.0  # times as long as in fp32
 LEAST_PART = 0.05  # of the time of a run: an op that takes less of it makes nothing slow
@@ -184,12 +184,11 @@ def silent_fallback(result: ScanResult) -> Iterator[Finding]:
             if result.prediction:
                 rests_on = f"{result.prediction.kernels}: {op} falls back to the CPU"
             # Calls of one size cost the same; their number is not known if no run was analyzed.
-            most, up_to, total = max(copied), "up to ", None
-            if min(copied) == most:
-                up_to, total = "", say(", {total:bytes} in all", total=len(rows) * most)
-            copies = f"copies its inputs ({up_to}{{most:bytes}}) to the CPU, and its result back"
+            most, is_same = max(copied), min(copied) == max(copied)
+            copies = f"copies its inputs ({'' if is_same else 'up to '}{{most:bytes}}) to the CPU, and its result back"
             message = say(f"runs on the CPU: each call waits for the device, {copies}", most=most)
             if len(rows) > 1:
+                total = say_if(is_same, ", {total:bytes} in all", total=len(rows) * most)
                 message = chained(message, chained(say("{calls:count call}", calls=len(rows)), total, between=""))
             count = len(rows) or 1
             yield Finding(message, run, module, op, source, help=advice, calls=count, rests_on=rests_on)

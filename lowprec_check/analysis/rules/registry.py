@@ -203,7 +203,6 @@ class Callers:
     """Finds it for the findings of one result."""
 
     def __init__(self, result: ScanResult) -> None:
-        """Collect the lines that were recorded."""
         model = result.model
         self._model = (model.source if model.caller is None else model.caller) or ""
         self._of_place: dict[Place, str] = {}

@@ -29,11 +29,9 @@ def uncalled_module(result: ScanResult) -> Iterator[Finding]:
         # after
         inputs = torch.randn(1, 32)
     """
-    message = say("never ran on these inputs: not covered")
-    if result.training is not None:
-        message = say("never ran in the first step: not covered")
+    where = "on these inputs" if result.training is None else "in the first step"
     for module in never_called(result.runs):
-        yield Finding(message, module=module, help="scan with inputs that reach it")
+        yield Finding(say(f"never ran {where}: not covered"), module=module, help="scan with inputs that reach it")
 
 
 @rule("LP902", "nondeterministic-reference", "warning")
@@ -155,13 +153,12 @@ def incomplete_scan(result: ScanResult) -> Iterator[Finding]:
     for run in low_runs(result):
         if run.complete or run.status == "skipped":
             continue
-        stop, advice = run.stopped_by, "fix this and scan again"
+        stop, unchecked, advice = run.stopped_by, "later ops were not checked: {why:text}", "fix this and scan again"
         if stop:
-            message = say("later ops were not checked: {why:text}", why=stop.text)
+            message = say(unchecked, why=stop.text)
             yield Finding(message, run=run, module=stop.module, source=stop.source, help=advice)
             continue
         why = run.incomplete_because or run.reason or "the op-by-op analysis ended early"
-        message, timed = say("later ops were not checked: {why:text}", why=why), "budget" in why
-        if timed:
-            advice = "scan with a larger --budget or smaller inputs"
-        yield Finding(message, run=run, help=advice, timed=timed)
+        timed = "budget" in why
+        advice = "scan with a larger --budget or smaller inputs" if timed else advice
+        yield Finding(say(unchecked, why=why), run=run, help=advice, timed=timed)
