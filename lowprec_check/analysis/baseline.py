@@ -95,7 +95,9 @@ def baseline_of(result: ScanResult, known: Baseline | None = None) -> Baseline:
     """The findings of ``result`` (but for times), and those of ``known`` it did not look for."""
     found = {fingerprint(d): d for d in reversed(result.diagnostics) if not d.timed}
     # entries of other targets, runs and codes stay
-    others = [e for e in known.findings if e.fingerprint not in found and not _looked_for(e, result)] if known else []
+    others = []
+    if known:
+        others = [e for e in known.findings if e.fingerprint not in found and not _looked_for(e, result)]
     entries = [
         Entry(
             fingerprint=key,

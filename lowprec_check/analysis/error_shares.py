@@ -103,12 +103,12 @@ def leaving_shares(run: Run) -> dict[Place, float]:
 
 def share_sentence(own: float, leaving: float) -> Sentence:
     """An op's :func:`place_shares` and :func:`leaving_shares` in words; at least one matters."""
+    about = "its share of the output error is about {share:share}"
     if abs(leaving) < MATTERS:
-        return say("its share of the output error is about {share:share}", share=own)
+        return say(about, share=own)
     if own < MATTERS:
         return say("about {share:share} of the output error is the rounding of its result", share=leaving)
-    both = "its share of the output error is about {share:share}, that of the rounding of its result {leaving:share}"
-    return say(both, share=own, leaving=leaving)
+    return say(f"{about}, that of the rounding of its result {{leaving:share}}", share=own, leaving=leaving)
 
 
 def module_shares(run: Run) -> list[PartShare]:

@@ -146,8 +146,9 @@ def group_of(members: Sequence[Diagnostic]) -> FindingGroup:
             places.setdefault((d.module, d.source), []).append(d)
     messages = []
     for found in said.values():
-        advice = [d.advice for d in found if d.advice]
-        text, to_do = joined([d.sentence for d in found]), joined(advice) if advice else None
+        text, to_do = joined([d.sentence for d in found]), None
+        if found[0].advice:
+            to_do = joined([d.advice for d in found if d.advice])
         messages.append(Message(_runs(found), text, to_do, found[0].severity, found))
     return FindingGroup(
         code=first.code,

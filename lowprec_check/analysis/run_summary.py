@@ -24,9 +24,7 @@ def label(run: Run) -> str:
     """Name in reports: ``half``, ``plan (half)``, ``half · inductor``, ``half · predicted``."""
     precision = f"{run.precision}{fill(' ({})', run.base)}"
     name = qualified(precision, run.backend, run.memory_format)
-    if run.evidence == "measured":
-        return name
-    return f"{name} · {run.evidence}"
+    return name if run.evidence == "measured" else f"{name} · {run.evidence}"
 
 
 def reference_of(runs: Sequence[Run]) -> Run | None:
@@ -96,9 +94,7 @@ def memory_ratio(run: Run, runs: Sequence[Run]) -> float | None:
 
 def error_of(run: Run) -> float:
     """The output's error against fp32, for sorting; infinite if unknown."""
-    if run.distance is not None:
-        return run.distance
-    return float("inf")
+    return run.distance if run.distance is not None else float("inf")
 
 
 CLOSE = 0.8  # the part of the tolerance from which on another input may well exceed it
@@ -227,9 +223,7 @@ def missing_kernels(run: Run) -> list[str]:
 
 def shorten(message: str, most: int = 110) -> str:
     """A message of at most ``most`` characters, for a table."""
-    if len(message) <= most:
-        return message
-    return f"{message[: most - 1]}…"
+    return message if len(message) <= most else f"{message[: most - 1]}…"
 
 
 # -- Outputs that a run cannot be judged by: all zeros, or too small for the format of the run
@@ -256,9 +250,8 @@ def degenerate_output(run: Run, runs: Sequence[Run]) -> str | None:
     if run.status != "inaccurate":
         return None
     if output_rms(run) == 0:
-        if run.compared_output is None:
-            return "a tensor of the fp32 output is all zeros"
-        return f"{judged_output(run)} of fp32 is all zeros"
+        which = "a tensor of the fp32 output" if run.compared_output is None else f"{judged_output(run)} of fp32"
+        return f"{which} is all zeros"
     return tiny_output(run)
 
 
@@ -289,9 +282,7 @@ def differing_integers(run: Run) -> Sentence | None:
 
 def judged_output(run: Run) -> str:
     """What the status is about: ``the output``, ``output logits.0`` of several tensors."""
-    if run.compared_output is None:
-        return "the output"
-    return f"output {run.compared_output}"
+    return "the output" if run.compared_output is None else f"output {run.compared_output}"
 
 
 def output_rms(run: Run) -> float | None:

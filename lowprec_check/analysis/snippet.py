@@ -124,9 +124,7 @@ def prepare(
     precision, device = PRECISIONS.get(key.precision), device_type(key.device)
     since, provider = _IN_TORCH.get(device, ("", ""))  # a newer torch provides the device itself
     is_old = bool(since and torch_version) and version_key(release_of(torch_version)) < version_key(since)
-    imports = ["import torch"]
-    if is_old:
-        imports.append(provider)
+    imports = ["import torch", *([provider] if is_old else [])]
     # the file's function `inputs` is hidden by its result: calibration is computed before
     body: list[str] = []
     hides_function = any(line.startswith("inputs = inputs(") for line in model.setup)

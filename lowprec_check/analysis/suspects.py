@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from lowprec_check.analysis.error_shares import trusted_budget
@@ -62,8 +62,10 @@ def suspects(run: Run) -> Suspects:
         added[row.module] = max(added.get(row.module, 0.0), adds)
     certain = list(dict.fromkeys(failing))
     causes = causes_of(run)
-    shares = causes.shares if causes is not None else {}
-    guess = _with_hidden(causes, run) if causes is not None else None
+    shares: Mapping[str, float] = {}
+    guess = None
+    if causes is not None:
+        shares, guess = causes.shares, _with_hidden(causes, run)
     likely = sorted((path for path in added if path), key=lambda path: (-shares.get(path, 0.0), -added[path]))
     lowering = frozenset(row.module for row in run.op_calls.rows() if _lowers(row, run))
     return Suspects([path for path in certain if path], likely, "" in certain, causes, guess, lowering)
@@ -154,10 +156,9 @@ def blame(runs: Sequence[Run], keep: Sequence[str], untried: Collection[str] = (
         faults = (_first_fault(run, module, gaps[module], rows[module]) for run, gaps, rows in of_runs)
         fault = next(filter(None, faults), None) or _largest_cause(module, runs)
         # else nothing is known against it but that the model fails without it
-        is_untried = module in untried
-        by_trial = (
-            "kept where the search ended; not tried without it" if is_untried else "needed to pass, found by trial"
-        )
+        by_trial = "needed to pass, found by trial"
+        if module in untried:
+            by_trial = "kept where the search ended; not tried without it"
         blames.append(fault or Blame(module=module, why=by_trial))
     return blames
 

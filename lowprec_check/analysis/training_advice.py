@@ -113,7 +113,9 @@ def _updates(way: TrainingWay, setup: TrainingSetup, number: int | None = None) 
         return _Updates(before, f"{updater}.zero_grad()", f"{updater}.backward(step_loss)", [f"{updater}.step()"])
     is_own = _uses_optimizer(way, setup)
     name = given if setup.default_optimizer or is_own else updater  # the file's own `optimizer` is a function
-    before = [] if is_own else [f"{name} = {made}", *way.declared.optimizer_code(name)]
+    before = []
+    if not is_own:
+        before = [f"{name} = {made}", *way.declared.optimizer_code(name)]
     if way.initial_scale is None:
         return _Updates(before, f"{name}.zero_grad()", "step_loss.backward()", [*clips, f"{name}.step()"])
     # gradients are clipped as they are, not scaled

@@ -148,31 +148,20 @@ def diverges(found: Divergence, way: TrainingWay) -> Sentence:
         return say("the loss differs from that of fp32 before the first step{where:text}", where=where)
     # a loss may be too low, and weights may move too little
     above = found.value > found.limit
+    since = "from step {step:number}{where:text}"
     if found.what == "loss":
         after = next((loss for loss in way.losses[:1] if loss is not None), 0.0) + found.value
-        beyond = abs(found.value - found.limit)
-        side = "above" if above else "below"
-        words = (
-            f"loss diverges from step {{step:number}}{{where:text}}: {{loss:loss}}, {{beyond:figure}} {side} its limit"
-        )
-        return say(words, step=found.step, where=where, loss=after, beyond=beyond)
+        words = f"loss diverges {since}: {{loss:loss}}, {{beyond:figure}} {'above' if above else 'below'} its limit"
+        return say(words, step=found.step, where=where, loss=after, beyond=abs(found.value - found.limit))
     if found.what == "weights":
-        words = (
-            "weights diverge from step {step:number}{where:text}: "
-            "{distance:error} from those of fp32, {part:percent} of the limit"
-        )
-        part = None
-        if found.limit:
-            part = found.value / found.limit
+        words = f"weights diverge {since}: {{distance:error}} from those of fp32, {{part:percent}} of the limit"
+        part = found.value / found.limit if found.limit else None
         return say(words, step=found.step, where=where, distance=found.value, part=part)
     if found.stands_still:
         words = "{name:text} moves too little from step {step:number}: {moved:percent} as far as in fp32"
         return say(words, name=found.parameter or "", step=found.step, moved=found.value)
-    how = "far" if above else "little"
-    words = (
-        f"weights move too {how} from step {{step:number}}{{where:text}}: "
-        "{moved:percent} as far as in fp32, limit {limit:percent}"
-    )
+    moves = f"weights move too {'far' if above else 'little'} {since}"
+    words = f"{moves}: {{moved:percent}} as far as in fp32, limit {{limit:percent}}"
     return say(words, step=found.step, where=where, moved=found.value, limit=found.limit)
 
 

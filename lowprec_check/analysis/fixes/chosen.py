@@ -58,7 +58,9 @@ def compute_instead(state: State) -> bool:
 def shown_path(path: Path) -> str:
     """The path as a diff names it, relative to the current folder."""
     relative = os.path.relpath(path)
-    return str(path).lstrip(os.sep) if relative.startswith("..") else relative
+    if relative.startswith(".."):
+        return str(path).lstrip(os.sep)
+    return relative
 
 
 def change_of(site: Site, fix: SourceFix, beside: Iterable[SourceFix] = ()) -> SourceChange:
@@ -72,6 +74,9 @@ def change_of(site: Site, fix: SourceFix, beside: Iterable[SourceFix] = ()) -> S
     op: str | None = short_op(site.op)
     if op in ("", "to_copy"):  # a cast is not what is computed in fp32
         op = None
+    why = fix.why
+    if stays:
+        why = why.replace(" and cast back", "")
     return SourceChange(
         kind=fix.kind,
         file=shown_path(site.source.path),
@@ -79,7 +84,7 @@ def change_of(site: Site, fix: SourceFix, beside: Iterable[SourceFix] = ()) -> S
         end_line=max(last[2], first[1] + 1),
         before="".join(old[first[1] : last[2]]),
         after="".join(new[first[3] : last[4]]),
-        why=fix.why.replace(" and cast back", "") if stays else fix.why,
+        why=why,
         codes=tuple(sorted(site.codes)),
         op=op,
         precisions=tuple(sorted(site.precisions)),

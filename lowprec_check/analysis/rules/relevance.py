@@ -151,10 +151,12 @@ class Relevance:
         self.is_complete = any(share is not None for share in run.op_calls.share)
         """Whether every place with a share is known, not the largest only."""
         self.trials = {(trial.becomes, *trial.place): trial for trial in run.range_trials}
-        rows = list(run.op_calls.rows()) if self.known == "nonfinite" else []
-        is_unknown = all(row.reaches_output is None for row in rows)
-        self.first = next((row.place for row in rows if is_unknown and _gives_nonfinite(row)), None)
+        self.first: Place | None = None
         """The place of the first Inf or NaN, if it is not known what reaches the output."""
+        if self.known == "nonfinite":
+            rows = list(run.op_calls.rows())
+            if all(row.reaches_output is None for row in rows):
+                self.first = next((row.place for row in rows if _gives_nonfinite(row)), None)
 
     def weigh(self, finding: Finding, row: OpCall, *, by_trial: Literal["Inf", "zero"] | None = None) -> Finding:
         """``finding`` at ``row``, with what it does to the output; see :func:`weighed_places`."""

@@ -52,16 +52,22 @@ def _verdict(result: ScanResult) -> Iterator[Made]:
     if best is None:
         yield Said(_no_pass(result), "warn" if any(map(_passes_ablated, result.runs)) else "bad")
         return
-    kept = f" with {in_fp32(best.keep_fp32, result.model.modules, result.plan)}" if best.keep_fp32 else ""
+    kept = ""
+    if best.keep_fp32:
+        kept = f" with {in_fp32(best.keep_fp32, result.model.modules, result.plan)}"
     named: dict[str, Figure] = {"name": f"{best.label}{way_text(best.way)}", "kept": kept}
     if not passes(result):
         yield Said(say("{name:text}{kept:text} could not be judged", **named), "none")
     elif not best.stay_in_fp32:
         # A run that barely passes is named with a warning, one that gains nothing without praise.
         tone: Tone = "good" if is_gain(result) else "none"
-        if run is not None:
-            part = part_of_tolerance(run) if result.training is None else part_of_limit(run, result)
-            tone = "warn" if part >= CLOSE else tone
+        part = 0.0
+        if run is not None and result.training is not None:
+            part = part_of_limit(run, result)
+        elif run is not None:
+            part = part_of_tolerance(run)
+        if part >= CLOSE:
+            tone = "warn"
         predicted = " (predicted)" if result.prediction is not None else ""
         yield Said(say("Use {name:text}{kept:text}{predicted:text}", **named, predicted=predicted), tone)
     else:
@@ -304,7 +310,9 @@ def not_chosen(run: Run, result: ScanResult) -> Made:
     if run not in candidates(result.runs) or unknown or like_best:
         return None
     if run.status == "ok":
-        return Said(fails, "bad") if fails is not None else None
+        if fails is None:
+            return None
+        return Said(fails, "bad")
     odd, passing = degenerate_output(run, result.runs), remedies(run)
     reason = say_if(odd, "it cannot be judged: {odd:text}", odd=odd) or why(run)
     if passing:

@@ -205,15 +205,13 @@ def scope(result: ScanResult) -> Iterator[Made]:
     if setup is None:
         yield plain("only the forward pass was run")
         return
-    batches, optimizer, loss = "", setup.optimizer, setup.loss
+    batches = ""
     if setup.batches:
         batches = f", {setup.batches} batches in turn"
     elif setup.steps != 1:
         batches = ", a new batch each step" if setup.new_batches else ", the same batch each step"
-    if setup.default_optimizer:
-        optimizer += " (default)"
-    if setup.default_loss:
-        loss += " (default)"
+    optimizer = f"{setup.optimizer}{' (default)' if setup.default_optimizer else ''}"
+    loss = f"{setup.loss}{' (default)' if setup.default_loss else ''}"
     words = "{steps:count step} of {optimizer:text}, loss: {loss:text}{batches:text}"
     yield say(words, steps=setup.steps, optimizer=optimizer, loss=loss, batches=batches)
 
@@ -227,11 +225,9 @@ def seeds(result: ScanResult) -> Iterator[Made]:
     if not setup.seeds:
         yield Said(plain("no fp32 run from another seed finished, so the loss is not judged"), "warn")
         return
-    others, varied = say("judged by {seeds:count fp32 run} from other seeds", seeds=setup.seeds), None
-    if setup.is_varied:
-        varied = say(" (other {varied:names})", varied=setup.varied)
-    elif setup.varied:
-        varied = say(" ({varied:names} only)", varied=setup.varied)
+    others = say("judged by {seeds:count fp32 run} from other seeds", seeds=setup.seeds)
+    which = " (other {varied:names})" if setup.is_varied else " ({varied:names} only)"
+    varied = say_if(setup.is_varied or setup.varied, which, varied=setup.varied)
     yield chained(chained(others, varied, between=""), plain("after the last step"), between=", ")
     # Then a loss that stands still is no sign of a failure.
     if setup.limit_low and not setup.loss_tells:

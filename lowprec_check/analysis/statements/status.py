@@ -194,7 +194,7 @@ def margin(run: Run, result: ScanResult) -> Made:
         words = f"{near}worst {{part:percent}} of tolerance, {{inputs:count input}}"
         return warn_if(is_near, say(words, part=part, inputs=run.batch_count + further.tried))
     if is_near:
-        return Said(say("near its limit: {part:percent} of the tolerance", part=part), "warn")
+        return Said(say(f"{near}{{part:percent}} of the tolerance", part=part), "warn")
     return None
 
 
@@ -262,18 +262,16 @@ def compiler_remarks(run: Run, result: ScanResult) -> Made:
 @per_run("compared-module", "runs")
 def compared_module(run: Run, result: ScanResult) -> Made:
     """What was compared in place of the output of the model."""
-    if run.status != "ok" or run.compared_module is None or degenerate_output(run, result.runs):
-        return None
-    return say("compared by the output of {module:module}", module=run.compared_module)
+    is_judged = run.status == "ok" and not degenerate_output(run, result.runs)
+    module = run.compared_module if is_judged else None
+    return say_if(module is not None, "compared by the output of {module:module}", module=module)
 
 
 @per_run("failed-while-timed", "times")
 def while_timed(run: Run, result: ScanResult) -> Made:
     """A run that passed, and failed when its times were taken."""
-    if run.status != "ok" and not run.is_reference:
-        return None
-    note = failure_while_timed(run)
-    if not note or reference_of(result.runs) is None:
+    note, counts = failure_while_timed(run), run.status == "ok" or run.is_reference
+    if not note or not counts or reference_of(result.runs) is None:
         return None
     return plain(note)
 

@@ -27,15 +27,15 @@ def rounds(result: ScanResult) -> Iterator[Made]:
         else:
             yield plain("no times were taken")
         return
-    least, most = min(counts), max(counts)
+    least, most, fp32 = min(counts), max(counts), reference.latency
     if most == 1:
         yield plain("no run was compared with fp32 in more than one round")
         return
-    times, fp32 = say("times of {rounds:count round}", rounds=most), reference.latency
+    times = say("times of {rounds:count round}", rounds=most)
     if least < most:
         times = say("times of {least:number} – {rounds:count round}", least=least, rounds=most)
     if fp32 is None:
-        yield chained(times)
+        yield times
         return
     # How far the middle half of the calls of fp32 are apart: half of that is meant by ±.
     low, high = fp32.quartiles_ms
@@ -96,7 +96,6 @@ def noisy(run: Run, result: ScanResult) -> Made:
         return None
     if one_call(run, result) is not None:  # which says why
         return None
-    why, speedup = "calls are too short, or varied too much", run.latency.speedup
-    if speedup is not None and speedup.rounds == 1:
-        why = "it was compared in one round only"
+    is_once = run.latency.speedup is not None and run.latency.speedup.rounds == 1
+    why = "it was compared in one round only" if is_once else "calls are too short, or varied too much"
     return Said(say("speed cannot be told: {why:text}", why=why), "warn")

@@ -153,10 +153,10 @@ def state(run: Run, result: ScanResult) -> Made:
     way, reference, fp32 = _recommended(run, result), reference_of(result.runs), _in_fp32(result)
     if way is None or reference is None or fp32 is None or not way.state_bytes or not fp32.state_bytes:
         return None
-    takes = say("weights and optimizer state take {state:bytes}, as in fp32", state=way.state_bytes)
+    take = "weights and optimizer state take {state:bytes}"
+    takes = say(f"{take}, as in fp32", state=way.state_bytes)
     if way.state_bytes != fp32.state_bytes:
-        words = "weights and optimizer state take {state:bytes}, in fp32 {fp32:bytes}"
-        takes = say(words, state=way.state_bytes, fp32=fp32.state_bytes)
+        takes = say(f"{take}, in fp32 {{fp32:bytes}}", state=way.state_bytes, fp32=fp32.state_bytes)
     peak, fp32_peak = way.peak_memory_bytes, reference.peak_memory_bytes
     words = "the peak of a step is {peak:bytes}, in fp32 {fp32:bytes}"
     of_a_step = say_if(peak and fp32_peak, words, peak=peak, fp32=fp32_peak)
