@@ -29,18 +29,15 @@ Place = tuple[str, str, str | None]
 class PartShare(NamedTuple):
     """The share of the output error that a module or a line causes, over all its ops."""
 
-    name: str
-    """The path of the module, or the line."""
+    name: str  # the path of the module, or the line
     share: float
-    largest: Share
-    """The op in it with the largest share."""
+    largest: Share  # the op in it with the largest share
     calls: int
     by_itself: float | None = None
     """Of a main cause: what goes with this module alone in fp32, if that is more than ``share``,
     since some of it also goes with those named before.
     """
-    is_measured: bool = False
-    """Whether ``share`` is that of a plain run with the module in fp32."""
+    is_measured: bool = False  # whether `share` is that of a plain run with the module in fp32
 
 
 def fails_by_error(run: Run) -> bool:
@@ -245,8 +242,7 @@ class BlamedModules(NamedTuple):
 
     modules: tuple[str, ...]
     blamed_for: BlamedFor
-    predicted: float | None
-    """rel_l2 of the output without their shares, to first order."""
+    predicted: float | None  # rel_l2 of the output without their shares, to first order
 
 
 def blamed_modules(run: Run) -> BlamedModules | None:

@@ -18,14 +18,11 @@ MOST = 0.5  # from this share of the error on, other findings are effects of cho
 class Message(NamedTuple):
     """What is true of each of its runs, and what to do in them."""
 
-    runs: list[str]
-    """Labels; none of a finding about the whole scan."""
-    text: str
-    """Figures that differ between its findings are ranges."""
+    runs: list[str]  # labels; none of a finding about the whole scan
+    text: str  # figures that differ between its findings are ranges
     help: str | None
     severity: Severity
-    found: Sequence[Diagnostic]
-    """The findings that it is about."""
+    found: Sequence[Diagnostic]  # the findings that it is about
 
     @property
     def full(self) -> str:
@@ -55,25 +52,17 @@ class FindingGroup(NamedTuple):
     name: str
     severity: Severity
     op: str | None
-    runs: list[str]
-    """Labels of the runs, ``half · inductor``."""
-    short_runs: list[str]
-    """The same, abbreviated for tables: ``ac-bf16``."""
-    messages: list[Message]
-    """The most severe first; several if no sentence is true of all runs."""
+    runs: list[str]  # labels of the runs, `half · inductor`
+    short_runs: list[str]  # the same, abbreviated for tables: `ac-bf16`
+    messages: list[Message]  # the most severe first; several if no sentence is true of all runs
     places: list[FindingPlace]
-    harmless: bool
-    """Whether it is known that no run fails for them."""
-    matters: bool
-    """Whether they are known to affect the output of a run."""
+    harmless: bool  # whether it is known that no run fails for them
+    matters: bool  # whether they are known to affect the output of a run
     share: float | None
     """The largest share of the squared output error that one of them has, if one is known."""
-    rests_on: list[str]
-    """Of a prediction: what it is known from."""
-    size: int
-    """Number of findings."""
-    calls: int
-    """Number of op calls."""
+    rests_on: list[str]  # of a prediction: what it is known from
+    size: int  # number of findings
+    calls: int  # number of op calls
 
     @property
     def where(self) -> str:

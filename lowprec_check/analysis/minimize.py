@@ -44,10 +44,8 @@ class Verdict(NamedTuple):
     passes: bool
     any_low: bool = True
     """Whether any op still runs in low precision; if none does, passing proves nothing."""
-    own_fault: bool = True
-    """Whether the trial failed otherwise than by an exception inside a submodule."""
-    error: float | None = None
-    """rel_l2 of the output of the worst batch; ``None`` if there is none."""
+    own_fault: bool = True  # whether the trial failed otherwise than by an exception inside a submodule
+    error: float | None = None  # rel_l2 of the output of the worst batch; `None` if there is none
 
 
 class Trials:

@@ -97,8 +97,7 @@ class ModuleTree:
 class Causes(NamedTuple):
     """What the error of an output comes from."""
 
-    error: float
-    """rel_l2 of the output."""
+    error: float  # rel_l2 of the output
     shares: Mapping[str, float]
     """The share of the squared error that goes if a module is kept in fp32, without those of the
     modules inside it. They add up to 1; those of ``""`` stay.

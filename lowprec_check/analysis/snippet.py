@@ -99,14 +99,11 @@ class ModelCode(NamedTuple):
     """Code that prepares a model and its inputs."""
 
     imports: list[str]
-    body: list[str]
-    """Lines, some of them several, that set ``model`` and ``inputs``."""
+    body: list[str]  # lines, some of them several, that set `model` and `inputs`
     autocast: str | None
     """Context of the call, ``torch.autocast("cpu", dtype=torch.bfloat16)``, if there is one."""
-    inside: tuple[str, ...]
-    """Lines inside the context of the call, before it."""
-    conversion: Conversion
-    """What happens to the tensors of the inputs."""
+    inside: tuple[str, ...]  # lines inside the context of the call, before it
+    conversion: Conversion  # what happens to the tensors of the inputs
 
     def with_lines(self, *more: str) -> list[str]:
         """All imports that are needed, an empty line, the lines of the body, and ``more``."""
@@ -185,13 +182,10 @@ def _listed(names: Sequence[str], *, indent: int = 0) -> str:
 class Conversion(NamedTuple):
     """What happens to the tensors of the inputs; by default nothing."""
 
-    dtype: str | None = None
-    """The dtype of floating tensors, as code: ``torch.float16``."""
-    method: str | None = None
-    """The method of a tensor that casts to it, ``half``, if there is one."""
+    dtype: str | None = None  # the dtype of floating tensors, as code: `torch.float16`
+    method: str | None = None  # the method of a tensor that casts to it, `half`, if there is one
     device: str | None = None
-    memory_format: str = CONTIGUOUS
-    """The format of tensors with 4 dimensions."""
+    memory_format: str = CONTIGUOUS  # the format of tensors with 4 dimensions
 
     def applied_to(self, tensor: str, *, floating: bool, image: bool) -> str:
         """``tensor`` converted, as code."""

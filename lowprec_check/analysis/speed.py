@@ -42,8 +42,7 @@ class Speed(NamedTuple):
     """How many times as fast as fp32 a run is, with an interval."""
 
     told: Told
-    ratio: float | None = None
-    """The median; ``None`` if it was not timed."""
+    ratio: float | None = None  # the median; `None` if it was not timed
     low: float = 0.0
     high: float = math.inf
 

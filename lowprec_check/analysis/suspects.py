@@ -40,10 +40,8 @@ class Suspects(NamedTuple):
     """Contain an op without a kernel, that raises, or whose NaN or Inf reaches the output."""
     likely: list[str]
     """All with own ops: the largest error shares first, then those that add the most error."""
-    root: bool
-    """Whether such an op is in the model's own ``forward``, outside any submodule."""
-    causes: Causes | None = None
-    """What the error of the output comes from, if there is a budget."""
+    root: bool  # whether such an op is in the model's own `forward`, outside any submodule
+    causes: Causes | None = None  # what the error of the output comes from, if there is a budget
     guess: Causes | None = None
     """The same with errors that others seem to hide; ``None`` if none seems hidden."""
     lowering: frozenset[str] = frozenset()

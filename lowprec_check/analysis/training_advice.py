@@ -25,12 +25,10 @@ from lowprec_check.schema.ways_to_train import DEFAULT_SCALE, WAYS
 class _Updates(NamedTuple):
     """How a loop updates the weights, as code."""
 
-    before: list[str]
-    """Lines before the loop."""
+    before: list[str]  # lines before the loop
     zero_grad: str
     backward: str
-    step: list[str]
-    """Without that of the scaler."""
+    step: list[str]  # without that of the scaler
 
 
 def training_code(

@@ -25,8 +25,7 @@ class Chosen:
     site: Site
     options: list[SourceFix]
     option: int = 0
-    round: int = 0
-    """Of the search, in which it was added."""
+    round: int = 0  # of the search, in which it was added
     raises: bool = False
     """Whether the line raises an exception without it, given the changes of earlier rounds."""
 

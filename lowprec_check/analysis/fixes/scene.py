@@ -26,12 +26,9 @@ class Site:
     op: str
     precisions: set[str] = field(default_factory=set)
     codes: set[str] = field(default_factory=set)
-    mismatch: bool = False
-    """Whether mixed dtypes meet there."""
-    numbers: set[float] = field(default_factory=set)
-    """Those that become zero there, or do not fit."""
-    device: str = "cpu"
-    """The kind of device that runs."""
+    mismatch: bool = False  # whether mixed dtypes meet there
+    numbers: set[float] = field(default_factory=set)  # those that become zero there, or do not fit
+    device: str = "cpu"  # the kind of device that runs
 
     @property
     def format(self) -> tuple[float, float]:
@@ -63,13 +60,10 @@ class SourceFix:
     kind: str
     why: str
     anchor: ast.AST
-    widened: frozenset[ast.expr] = frozenset()
-    """Expressions that become fp32."""
-    back: tuple[ast.expr, str] | None = None
-    """An expression whose result is cast to a dtype."""
+    widened: frozenset[ast.expr] = frozenset()  # expressions that become fp32
+    back: tuple[ast.expr, str] | None = None  # an expression whose result is cast to a dtype
     edits: tuple[Edit, ...] = ()
-    stays_wide: bool = False
-    """Whether the result of the anchor is in fp32 then."""
+    stays_wide: bool = False  # whether the result of the anchor is in fp32 then
 
 
 def compose(source: SourceText, fixes: Iterable[SourceFix]) -> list[Edit]:

@@ -44,8 +44,7 @@ class _Call(NamedTuple):
     source: SourceText
     call: ast.Call
     statement: ast.stmt
-    of: ast.expr
-    """Whose method is called."""
+    of: ast.expr  # whose method is called
 
     @property
     def function(self) -> ast.AST | None:

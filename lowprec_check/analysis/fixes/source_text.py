@@ -35,8 +35,7 @@ class Edit(NamedTuple):
     start: int
     end: int
     text: str
-    size: int = 0
-    """Length of an insertion's expression: negative before it, positive behind it."""
+    size: int = 0  # length of an insertion's expression: negative before it, positive behind it
 
     @property
     def order(self) -> tuple[int, bool, int]:

@@ -37,23 +37,19 @@ class Finding(NamedTuple):
     """What a rule finds at one place; the registry adds the rest of a diagnostic."""
 
     message: Sentence
-    run: Run | None = None
-    """The run that it is about; ``None`` for the whole scan."""
+    run: Run | None = None  # the run that it is about; `None` for the whole scan
     module: str | None = None
     op: str | None = None
     source: str | None = None
-    help: Sentence | str | None = None
-    """A sentence if figures or names in it are those of the run."""
+    help: Sentence | str | None = None  # a sentence if figures or names in it are those of the run
     calls: int = 1
     severity: Severity | None = None
-    timed: bool = False
-    """Whether this finding rests on measured times, if not all of its rule do."""
+    timed: bool = False  # whether this finding rests on measured times, if not all of its rule do
     share: float | None = None
     """Share of the squared output error that its place causes, if that is known."""
     matters: bool | None = None
     """Whether it affects the output of its run; ``None`` if unknown, or not about the error."""
-    rests_on: str | None = None
-    """Of a predicted run: what this is known from, in words."""
+    rests_on: str | None = None  # of a predicted run: what this is known from, in words
 
     def adding(self, *sentences: Sentence | None) -> Finding:
         """The same, which says more."""

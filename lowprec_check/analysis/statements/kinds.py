@@ -40,8 +40,7 @@ class Kind(NamedTuple):
 
     name: str
     about: About
-    summary: str
-    """The first line of its docstring."""
+    summary: str  # the first line of its docstring
     evidence: Evidence
     is_per_run: bool
     make: Callable[..., Any]
