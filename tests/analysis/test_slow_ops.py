@@ -9,12 +9,14 @@ import helpers
 import msgspec
 import pytest
 import torch
+from helpers import begun
 from shared_result import run, shared_result
 from torch import Tensor, nn
 
 from lowprec_check import scan
 from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.engine.run.launcher import MAX_SUSPECTS, Attempts
+from lowprec_check.engine.run.mode import Mode
 from lowprec_check.engine.run.outcome import Outcome
 from lowprec_check.engine.run.tasks import ExplainTask
 from lowprec_check.engine.trace import lockstep
@@ -31,7 +33,9 @@ def a_task() -> ExplainTask:
     return ExplainTask(
         precision="half",
         device="cpu",
+        mode=Mode(),
         files=cast("Any", None),
+        so_far=begun("half"),
         errors="both",
         reference="fp32",
         tolerance=1e-2,

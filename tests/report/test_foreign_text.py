@@ -171,8 +171,8 @@ def test_the_exception_of_a_model_is_its_status(error: Exception, message: str) 
     plain, found = run(Raises(error), (torch.ones(1, 4),), "half")
     assert plain.status == "error"
     assert plain.exception is not None
-    assert found.exception is not None
-    assert (plain.exception.message, found.exception.message) == (message, message)
+    assert found.stopped_by is not None
+    assert (plain.exception.message, found.stopped_by.message) == (message, message)
     assert (plain.exception.type, plain.failed_call) == (type(error).__name__, None)
 
 

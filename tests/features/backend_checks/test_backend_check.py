@@ -25,7 +25,7 @@ from lowprec_check.analysis.statements.advice import verdict
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.analysis.statements.status import why
 from lowprec_check.analysis.suspects import suspects
-from lowprec_check.compat.scan_process import _cell
+from lowprec_check.compat.scan_process import Request, row_of
 from lowprec_check.engine.core.compiled import forget_compiled, graph_breaks
 from lowprec_check.engine.core.devices import rounds_to_tf32
 from lowprec_check.engine.model.input_draws import changed_inputs
@@ -537,7 +537,8 @@ def test_an_op_between_casts_is_not_why_a_run_fails() -> None:
     result = conclude(msgspec.structs.replace(shared_result(""), runs=[a_run("fp32", "reference"), run]))
     assert codes(result, "onnxruntime") == [("LP101", "note"), ("LP108", "error")]
     assert suspects(run).certain == []
-    assert _cell(run, result).first_gap is None
+    (cell,) = row_of(result, Request("net.py"), 1.0, {}).cells
+    assert cell.first_gap is None
 
 
 def test_a_program_of_torch_export_is_in_no_training_mode() -> None:
