@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from lowprec_check.schema.backend_checks import INPUT_CHANGES
 from lowprec_check.schema.findings import Gap
-from lowprec_check.schema.measures import InputsTried, PlaceRange
+from lowprec_check.schema.measures import BatchRanges, InputsTried, PlaceRange
 from lowprec_check.schema.module_paths import is_inside
 from lowprec_check.schema.op_calls import OpCall, OpCalls
 from lowprec_check.schema.plan import Attempt
@@ -322,3 +322,12 @@ def ranges_by_place(batches: Sequence[OpCalls]) -> list[PlaceRange]:
         )
         for (module, op, source, dtypes), by_batch in calls_at.items()
     ]
+
+
+def ranges_of(runs: Sequence[Run]) -> BatchRanges:
+    """The results of ``runs``, each on another batch, and the ranges of places."""
+    return BatchRanges(
+        statuses=[run.status for run in runs],
+        output_errors=[run.output_error.distance if run.output_error else None for run in runs],
+        places=ranges_by_place([run.op_calls for run in runs]),
+    )

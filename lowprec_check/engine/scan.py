@@ -20,13 +20,11 @@ from lowprec_check.engine.machine import Machine, machine_for, prepared_runs, ve
 from lowprec_check.engine.model.prepared import application_of
 from lowprec_check.engine.model.target import Calibration, make_target
 from lowprec_check.engine.model.training import MakeOptimizer
-from lowprec_check.engine.plan.planner import plan_for_scan
-from lowprec_check.engine.run.further_runs import checked_on, open_batches, run_references, with_ablation
 from lowprec_check.engine.run.hooks import features
 from lowprec_check.engine.run.isolation import check_isolation
 from lowprec_check.engine.run.mode import Mode, mode_of
 from lowprec_check.engine.run.model_info import describe_target
-from lowprec_check.engine.run.target_runs import TargetRuns, open_runs
+from lowprec_check.engine.run.target_runs import open_batches
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.target_spec import OnProgress
 from lowprec_check.engine.run.tasks import RunOptions
@@ -38,7 +36,7 @@ from lowprec_check.schema.called_with import called_with
 from lowprec_check.schema.options import Names, ScanOptions, option
 from lowprec_check.schema.precisions import LOW_FORMATS, PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE
-from lowprec_check.schema.scan_result import ScanResult
+from lowprec_check.schema.scan_result import Run, ScanResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,70 +123,67 @@ def growing_scan(
         options.device_name,
         lambda: machine_for(options.device_name, options.torch_version, predict=options.predict),
     )
-    target, mode = source.target, mode_of(source, options, machine)
+    mode = mode_of(source, options, machine)
     settings = run_options(options, machine, mode)
     mode.load()
     with contextlib.ExitStack() as stack:
-        target_runs, further = _opened(stack, source, options, settings, isolation)
+        batches = stack.enter_context(open_batches(source, options.batches, settings, isolation))
         mode.announce(source, options, machine.runs_on)
-        fp32 = target_runs.reference()
+        fp32 = batches[0].reference()
         # The output of many models vanishes with initial weights, and cannot be judged in fp16.
         if mode.is_forward and vanishes(fp32) and source.scale_weights(options.seed, fp32.output_rms or 0.0):
             stack.close()
-            target = source.target
-            target_runs, further = _opened(stack, source, options, settings, isolation)
-            fp32 = target_runs.reference()
-        run_references(further, fp32)
-        model = describe_target(target, fp32, trains=not mode.is_forward, batches=options.batches)
+            batches = stack.enter_context(open_batches(source, options.batches, settings, isolation))
+            fp32 = batches[0].reference()
+        for feature in features():
+            feature.after_reference(batches, fp32)
+
+        first = batches[0]
+        model = describe_target(source.target, fp32, trains=not mode.is_forward, batches=options.batches)
         result = ScanResult(
             tool=f"lowprec-check {version()}",
             target=source.name,
             model=model,
             environment=machine.environment,
             prediction=machine.predicted,
-            options=options.saved(target_runs.isolation),
-            training=target_runs.training,
+            options=options.saved(first.isolation),
+            training=first.training,
             runs=[fp32],
+            digest=mode.digest(source, batches),
         )
-        result = msgspec.structs.replace(result, digest=mode.digest(source, [target_runs, *further]))
         notes = [*model.notes, *replaced(options.names_of("backends"))[1], *backend_notes(wanted_runs(result))]
         result = msgspec.structs.replace(result, model=msgspec.structs.replace(model, notes=notes))
         yield result
+
         resumed = mode.resumed(source, result, earlier)
-        for key in target_runs.in_order(wanted_runs(result)[1:]):
-            run = resumed.get(key) or checked_on(
-                further,
-                with_ablation(target_runs, further, target_runs.run(key.precision, key.backend, key.memory_format)),
-            )
-            # The lines of code that reports on the run name.
-            lines = [*run.op_calls.source, *(gap.source for gap in run.gaps)]
-            lines += [error.source for error in (run.exception, run.stopped_by) if error is not None]
+        for key in first.in_order(wanted_runs(result)[1:]):
+            run = resumed.get(key)
+            if run is None:
+                run = first.run(key.precision, key.backend, key.memory_format)
+                for feature in features():
+                    run = feature.after_run(batches, run)
             result = msgspec.structs.replace(
                 result,
                 runs=as_wanted(result, [*result.runs, run]),
-                options=options.saved(target_runs.isolation),
-                source_lines=result.source_lines | texts_of_lines(lines, source.name),
+                options=options.saved(first.isolation),
+                source_lines=result.source_lines | texts_of_lines(_lines_of(run), source.name),
             )
             yield result
-        runs, conditions = target_runs.time(result.runs[1:])
+
+        runs, conditions = first.time(result.runs[1:])
         result = msgspec.structs.replace(result, runs=runs, timing_conditions=conditions)
         yield result
         for feature in features():
-            added = feature.after_runs(target_runs, result, options)
+            added = feature.after_runs(batches, result, options)
             if added is not None:
                 result = added
                 yield result
-        batches = [target_runs, *further]
-        about = machine.environment | {"torch": result.torch}
-        yield plan_for_scan(batches, result, about, source.name, wanted=options.plan)
 
 
-def _opened(
-    stack: contextlib.ExitStack, source: TargetSource, options: ScanOptions, settings: RunOptions, isolation: Isolation
-) -> tuple[TargetRuns, list[TargetRuns]]:
-    """The runs on the first batch and on the others, which ``stack`` closes."""
-    first = stack.enter_context(open_runs(source, settings, isolation))
-    return first, stack.enter_context(open_batches(source, options.batches, settings, isolation))
+def _lines_of(run: Run) -> list[str | None]:
+    """The lines of code that reports on a run name."""
+    errors = [error for error in (run.exception, run.stopped_by) if error is not None]
+    return [*run.op_calls.source, *(gap.source for gap in run.gaps), *(error.source for error in errors)]
 
 
 def check_options(options: ScanOptions) -> None:

@@ -59,15 +59,22 @@ class Feature:
         """The mode of a scan, if this feature has one that is asked for."""
         return None
 
-    def after_run(self, runs: TargetRuns, task: RunTask, run: Run) -> Run:
-        """``run`` of ``task``, with what other processes show of it."""
+    def after_reference(self, batches: Sequence[TargetRuns], fp32: Run) -> None:
+        """fp32 ran on the first of ``batches``, as ``fp32`` says."""
+
+    def beside(self, runs: TargetRuns, task: RunTask, run: Run) -> Run:
+        """``run`` of ``task`` on one batch, with what other processes show of it."""
+        return run
+
+    def after_run(self, batches: Sequence[TargetRuns], run: Run) -> Run:
+        """``run`` on the first of ``batches``, with what further runs show of it."""
         return run
 
     def timed(self, runs: TargetRuns, others: Sequence[Run]) -> TimedRuns | None:
         """fp32 and ``others`` with times that can be compared; ``None`` if there are none."""
         return None
 
-    def after_runs(self, runs: TargetRuns, result: ScanResult, options: ScanOptions) -> ScanResult | None:
+    def after_runs(self, batches: Sequence[TargetRuns], result: ScanResult, options: ScanOptions) -> ScanResult | None:
         """``result`` of all runs with what it adds; ``None`` if that is nothing."""
         return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.devices import rounds_to_tf32
+from lowprec_check.engine.core.devices import kept_generators, rounds_to_tf32
 from lowprec_check.engine.model.prepared import format_problem
 from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.run.hooks import TimedRuns, features
@@ -275,7 +276,7 @@ class TargetRuns:
     def _completed(self, run: Run, task: RunTask) -> Run:
         """``run`` with what features find in other processes."""
         for feature in self._features:
-            run = feature.after_run(self, task, run)
+            run = feature.beside(self, task, run)
         return run
 
     def _why_skipped(self, key: RunKey) -> str | None:
@@ -326,3 +327,24 @@ def open_runs(source: TargetSource, options: RunOptions, isolation: Isolation) -
         runs = TargetRuns(source, options, isolation, files)
         with contextlib.closing(runs):
             yield runs
+
+
+@contextlib.contextmanager
+def open_batches(
+    source: TargetSource, number: int, options: RunOptions, isolation: Isolation
+) -> Iterator[list[TargetRuns]]:
+    """Yield the runs on each of ``number`` batches; :class:`UsageError` if there are fewer."""
+
+    def report(index: int, run: str, doing: str) -> None:
+        source.on_progress(run, f"batch {index}, {doing}")
+
+    with contextlib.ExitStack() as stack:
+        batches = [stack.enter_context(open_runs(source, options, isolation))]
+        stack.enter_context(kept_generators())
+        # Nothing is timed in a scenario on further batches.
+        options = dataclasses.replace(options, scenario=None, further_inputs=0)
+        for index in range(1, number):
+            batch = source.batch(index, options.seed)
+            batch.on_progress = functools.partial(report, index)
+            batches.append(stack.enter_context(open_runs(batch, options, isolation)))
+        yield batches

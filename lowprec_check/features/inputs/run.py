@@ -1,16 +1,20 @@
-"""In the fp32 run, saves further inputs and outputs; in others that pass, tries them."""
+"""Tries a run that passes on the other batches of a scan, and on further inputs."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 
 from lowprec_check.engine.run.hooks import Feature, Measurement
 from lowprec_check.engine.run.messages import Started
 from lowprec_check.engine.run.plain_part import Fp32Outputs, PlainPart
+from lowprec_check.engine.run.target_runs import TargetRuns
+from lowprec_check.features.inputs.batches import checked_on, run_references
 from lowprec_check.features.inputs.further_calls import FurtherCalls, with_input, with_interval
 from lowprec_check.schema.measures import InputsTried
+from lowprec_check.schema.scan_result import Run
 
 
 def try_further_inputs(part: PlainPart) -> None:
@@ -41,9 +45,18 @@ def try_further_inputs(part: PlainPart) -> None:
 
 
 class Inputs(Feature):
-    """Further inputs."""
+    """Other batches, and further inputs."""
 
+    place = 10
     measurements = (Measurement(20, "trying further inputs", try_further_inputs),)
+
+    def after_reference(self, batches: Sequence[TargetRuns], fp32: Run) -> None:
+        """Run fp32 on the other batches."""
+        run_references(batches[1:], fp32)
+
+    def after_run(self, batches: Sequence[TargetRuns], run: Run) -> Run:
+        """``run`` with what the other batches show."""
+        return checked_on(batches[1:], run)
 
 
 INPUTS = Inputs()

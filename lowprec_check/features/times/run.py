@@ -19,7 +19,7 @@ class Times(Feature):
 
     place = 10
 
-    def after_run(self, runs: TargetRuns, task: RunTask, run: Run) -> Run:
+    def beside(self, runs: TargetRuns, task: RunTask, run: Run) -> Run:
         """``run`` with the times in the scenario, if one is asked for and it gave an output."""
         scenario = runs.options.scenario
         if scenario is None or run.latency_ms is None:

@@ -139,7 +139,7 @@ class TrainingFeature(Feature):
         """If it is asked for."""
         return Training(options.training_steps) if options.train else None
 
-    def after_run(self, runs: TargetRuns, task: RunTask, run: Run) -> Run:
+    def beside(self, runs: TargetRuns, task: RunTask, run: Run) -> Run:
         """``run`` with the ways of Intel's extension, if it fits; notes say what failed."""
         # They are tried for autocast to bf16 on the CPU, in a worker: the extension changes its
         # process for good. ``ipex.optimize`` takes weights in fp32 only, and would cast those of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import msgspec
 
@@ -43,10 +44,11 @@ class WhatIfFeature(Feature):
 
     place = 20
 
-    def after_runs(self, runs: TargetRuns, result: ScanResult, options: ScanOptions) -> ScanResult | None:
+    def after_runs(self, batches: Sequence[TargetRuns], result: ScanResult, options: ScanOptions) -> ScanResult | None:
         """Predict the output error that each format would cause."""
         if not options.what_if:
             return None
+        runs = batches[0]
         budget, formats = runs.reference_budget, tuple(options.what_if)
         outcome = runs.launcher.execute(runs.reference_task().as_task(WhatIfTask, formats=formats, budget=budget))
         if outcome.answers:

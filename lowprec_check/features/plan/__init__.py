@@ -1,0 +1,1 @@
+"""Which modules to keep in fp32, for a scan whose runs fail."""
