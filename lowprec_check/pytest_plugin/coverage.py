@@ -155,11 +155,7 @@ class CoverageRecorder:
         catalogs = [column.catalog for column in self.columns if column.precision.kind == "autocast"]
         if self._watch is None or not catalogs:
             return {}
-        import torch
-
-        from lowprec_check.engine.core.autocast_policies import autocast_policies
-
-        return autocast_policies(catalogs[0].device, getattr(torch, catalogs[0].dtype))
+        return self._watch.autocast_policies(catalogs[0].device, catalogs[0].dtype)
 
     # -- in the process that collects results
 

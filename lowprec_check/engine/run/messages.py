@@ -54,19 +54,19 @@ class WeightRead(Struct, frozen=True, tag="weight-read"):
     """The part of the model's weights before it, from 0 to 1."""
 
 
-class Fault(Struct, frozen=True, tag="fault"):
+class PartFailed(Struct, frozen=True, tag="fault"):
     """The tool failed after the plain part: the run keeps its status, and lacks something."""
 
     message: str
 
 
-class Answer(Struct, frozen=True, tag="answer"):
+class TaskAnswer(Struct, frozen=True, tag="answer"):
     """What a task sends that is not about a run of its own, encoded; its parent knows the type."""
 
     data: bytes = b""
 
     @classmethod
-    def of(cls, value: object) -> Answer:
+    def of(cls, value: object) -> TaskAnswer:
         """Encode ``value``, of any type that msgspec knows."""
         return cls(encoded(value, msgspec.msgpack.encode))
 
@@ -75,7 +75,7 @@ class Answer(Struct, frozen=True, tag="answer"):
         return msgspec.msgpack.decode(self.data, type=kind)
 
 
-TaskMessage = Started | RunSoFar | GapFound | OpCallsFound | WeightRead | Fault | Answer | Ended
+TaskMessage = Started | RunSoFar | GapFound | OpCallsFound | WeightRead | PartFailed | TaskAnswer | Ended
 
 Send = Callable[[TaskMessage], None]
 Receive = Callable[[], bytes | None]
@@ -143,4 +143,4 @@ def faults_sent(what: str, send: Send) -> Iterator[None]:
         yield
     except BaseException as error:  # the user's metric may exit
         reraise_interrupt(error)
-        send(Fault(f"{what} failed: {type_name(error)}: {first_line(message_of(error))}"))
+        send(PartFailed(f"{what} failed: {type_name(error)}: {first_line(message_of(error))}"))

@@ -9,7 +9,15 @@ import msgspec
 
 from lowprec_check.analysis.choices import other_ops
 from lowprec_check.engine.model.run_so_far import RunSoFar
-from lowprec_check.engine.run.messages import Answer, Fault, GapFound, OpCallsFound, Started, TaskMessage, WeightRead
+from lowprec_check.engine.run.messages import (
+    GapFound,
+    OpCallsFound,
+    PartFailed,
+    Started,
+    TaskAnswer,
+    TaskMessage,
+    WeightRead,
+)
 from lowprec_check.engine.run.tasks import RunTask, as_kept
 from lowprec_check.engine.trace.journal import Instrumented
 from lowprec_check.engine.trace.places import CallSite
@@ -42,7 +50,7 @@ class Outcome:
     gaps: list[Gap] = dataclasses.field(default_factory=list)
     """Gaps in the order they were found, for an instrumented part that did not finish."""
     op_calls_found: list[OpCalls] = dataclasses.field(default_factory=list)
-    answers: list[Answer] = dataclasses.field(default_factory=list)
+    answers: list[TaskAnswer] = dataclasses.field(default_factory=list)
     """Of a task that is not about a run of its own."""
     faults: list[str] = dataclasses.field(default_factory=list)
     """Failures of the tool after the plain run."""
@@ -78,9 +86,9 @@ class Outcome:
                 self.gaps.append(message.gap)
             case OpCallsFound():
                 self.op_calls_found.append(message.op_calls)
-            case Answer():
+            case TaskAnswer():
                 self.answers.append(message)
-            case Fault():
+            case PartFailed():
                 self.faults.append(message.message)
 
     def take_end(self) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.run.memory_limits import most_at_once
-from lowprec_check.engine.run.messages import Answer, Started, TaskMessage, WeightRead, decode
+from lowprec_check.engine.run.messages import Started, TaskAnswer, TaskMessage, WeightRead, decode
 from lowprec_check.engine.run.outcome import Outcome, describe_position
 from lowprec_check.engine.run.place_log import model_line
 from lowprec_check.engine.run.target_source import FreshLoad, TargetSource
@@ -93,7 +93,7 @@ def _shared_worker(task: ModelTask, source: TargetSource) -> tuple[TaskWorker, b
         worker.set_timeout(CHECK_SECONDS)
         with Supervisor[TaskWorker, TaskMessage]([worker]) as supervisor:
             for event in supervisor.events():
-                if isinstance(event, MessageEvent) and isinstance(event.message, Answer):
+                if isinstance(event, MessageEvent) and isinstance(event.message, TaskAnswer):
                     left = event.message.read(list[str])
                     kept.left += left
                     if not left:
@@ -121,7 +121,7 @@ def _take(event: Event, outcome: Outcome, task: ModelTask) -> None:
         message.check()
         return
     # The worker has said how long each step of it may take; ops are one step together.
-    if isinstance(message, (Started, RunSoFar, WeightRead, Answer)):
+    if isinstance(message, (Started, RunSoFar, WeightRead, TaskAnswer)):
         started = outcome.started
         worker.set_timeout(started.seconds if started is not None else task.part_budget)
     if isinstance(message, Started) and message.op_seconds is not None:

@@ -19,12 +19,12 @@ from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.explanation import explain
 from lowprec_check.engine.run.leftovers import Leftovers
 from lowprec_check.engine.run.messages import (
-    Answer,
-    Fault,
+    PartFailed,
     Receive,
     Reporter,
     Send,
     Started,
+    TaskAnswer,
     TaskMessage,
     encode,
 )
@@ -93,7 +93,7 @@ def serve(load: Callable[[], Target], channel: Channel) -> None:
     left: list[str] = []
     while (data := channel.receive()) is not None:
         if data == QUESTION:
-            channel(encode(Answer.of(left)))
+            channel(encode(TaskAnswer.of(left)))
             continue
         task: ModelTask = pickle.loads(data)
         send = Sender(task, channel)
@@ -131,7 +131,7 @@ def _do(task: ModelTask, load: Callable[[], Target], send: Sender) -> None:
             if isinstance(task, RunTask) and not (send.so_far and send.so_far.is_judged):
                 so_far = task.begun().with_fields(status="error", exception=describe_error(error, target.model))
                 send(msgspec.structs.replace(so_far, is_judged=True))
-            send(Fault(f"the device cannot be used any more in this process: {broken}"))
+            send(PartFailed(f"the device cannot be used any more in this process: {broken}"))
 
     note_model(task.files.log)
     ended = Ended.after(load_and_work)

@@ -11,7 +11,7 @@ from torch import Tensor
 from lowprec_check.engine.core.pytree import map_tensors
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_code import reraise_interrupt
-from lowprec_check.engine.run.messages import Answer, Receive, Send
+from lowprec_check.engine.run.messages import Receive, Send, TaskAnswer
 from lowprec_check.engine.run.preparation import on_backend, prepared_for
 from lowprec_check.engine.run.tasks import ModelTask
 from lowprec_check.errors import UsageError
@@ -46,7 +46,7 @@ class InstanceTask(ModelTask):
             with prepared_for(self, target) as in_precision:
                 calls = TimedCalls(self, target, on_backend(self, target, in_precision))
                 calls.warm_up(WARM_UP_CALLS)
-                send(Answer())
+                send(TaskAnswer())
                 receive()
                 samples: list[float] = []
                 end = system.monotonic() + INSTANCE_SECONDS
@@ -56,7 +56,7 @@ class InstanceTask(ModelTask):
         except BaseException as error:
             reraise_interrupt(error)
             raise UsageError(failure_of(error)) from None
-        send(Answer.of(samples))
+        send(TaskAnswer.of(samples))
 
 
 def _first_item(tensor: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from lowprec_check.engine.core.devices import free_memory
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.run.hooks import TimedRuns
 from lowprec_check.engine.run.launcher import Launcher
-from lowprec_check.engine.run.messages import Answer, Started, TaskMessage
+from lowprec_check.engine.run.messages import Started, TaskAnswer, TaskMessage
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.task_workers import TaskWorker, start_worker
 from lowprec_check.engine.run.tasks import ModelTask
@@ -211,7 +211,7 @@ class _Forks:
                 schedule.note(timed.read(TurnTimed))
             worker.deadline = math.inf
 
-    def _wait_for(self, row: int) -> Answer | None:
+    def _wait_for(self, row: int) -> TaskAnswer | None:
         """The next answer from the fork of ``row``; ``None`` if the row has failed."""
         failures = self._schedule.failures
         while row not in failures:
@@ -226,7 +226,7 @@ class _Forks:
                 failures[sender] = event.message.message or ""
             elif isinstance(event.message, Started):
                 event.worker.set_timeout(3 * self._tasks[sender].call_budget)
-            elif sender == row and isinstance(event.message, Answer):
+            elif sender == row and isinstance(event.message, TaskAnswer):
                 return event.message
         return None
 
@@ -295,7 +295,7 @@ def _time_here(task: InstanceTask, source: TargetSource, *, threads: int) -> lis
     samples: list[float] = []
 
     def send(message: TaskMessage) -> None:
-        if isinstance(message, Answer) and message.data:
+        if isinstance(message, TaskAnswer) and message.data:
             samples.extend(message.read(list[float]))
 
     before = torch.get_num_threads()
@@ -323,13 +323,13 @@ def _time_in_workers(tasks: list[InstanceTask], source: TargetSource, method: Me
                     raise NotTimedError(f"an instance {how}")
             elif isinstance(event.message, Started):
                 event.worker.set_timeout(3 * budget)
-            elif isinstance(event.message, Answer) and not event.message.data:
+            elif isinstance(event.message, TaskAnswer) and not event.message.data:
                 ready += 1
                 if ready == len(workers):
                     for worker in workers:
                         worker.send(b"start")
                         worker.set_timeout(INSTANCE_SECONDS + budget)
-            elif isinstance(event.message, Answer):
+            elif isinstance(event.message, TaskAnswer):
                 samples.extend(event.message.read(list[float]))
             elif isinstance(event.message, Ended):
                 if event.message.message is not None:

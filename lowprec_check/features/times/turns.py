@@ -15,7 +15,7 @@ from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_code import reraise_interrupt
-from lowprec_check.engine.run.messages import Answer, Receive, Send
+from lowprec_check.engine.run.messages import Receive, Send, TaskAnswer
 from lowprec_check.engine.run.tasks import ModelTask
 from lowprec_check.errors import UsageError, first_line, message_of, type_name
 from lowprec_check.features.times.event_times import EventCalls, has_events
@@ -247,7 +247,7 @@ class TimeTask(ModelTask):
                 reraise_interrupt(error)
                 turn = TurnFailed(row, failure_of(error))
             schedule.note(turn)
-            send(Answer.of(turn))
+            send(TaskAnswer.of(turn))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -265,10 +265,10 @@ class TurnsTask(ModelTask):
             with self.mode.ready(self, target) as ready:
                 calls = TimedCalls(self, target, ready)
                 calls.warm_up()
-                send(Answer())
+                send(TaskAnswer())
                 while (data := receive()) is not None:
                     turn = msgspec.msgpack.decode(data, type=NextTurn)
-                    send(Answer.of(calls.turn(self.row, turn.round, on_one_core=turn.on_one_core)))
+                    send(TaskAnswer.of(calls.turn(self.row, turn.round, on_one_core=turn.on_one_core)))
         except BaseException as error:
             reraise_interrupt(error)
             raise UsageError(failure_of(error)) from None

@@ -19,7 +19,7 @@ from lowprec_check.engine.model.plain_run import describe_error
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.training import make_optimizer
-from lowprec_check.engine.run.messages import Fault, Reporter, Send
+from lowprec_check.engine.run.messages import PartFailed, Reporter, Send
 from lowprec_check.engine.run.preparation import in_fp32
 from lowprec_check.engine.run.tasks import ModelTask
 from lowprec_check.engine.trace.places import Places
@@ -183,7 +183,7 @@ class TrainingPart(TrainingSteps):
         if way != self._ways[0]:
             self._seconds += sum(trajectory.seconds)
         for fault in loop.faults:
-            self.report.send(Fault(fault))
+            self.report.send(PartFailed(fault))
         reference = self._reference
         spread = Spread(reference.base, reference.others, reference.samples, self.task.tolerance or 0.0)
         status: Status = "ok"
@@ -320,6 +320,6 @@ def with_draws_of(task: ModelTask, target: Target, reference: TrainingReference,
             first_step = first_step_under(replay, ready, target, task.seed)
             replay.check_all_drawn()
         except DrawsDiffer as difference:
-            send(Fault(f"its first step cannot be compared, since fp32 draws other random numbers ({difference})"))
+            send(PartFailed(f"its first step cannot be compared, since fp32 draws other random numbers ({difference})"))
             return dataclasses.replace(reference, outputs=[], gradients={})
     return dataclasses.replace(reference, outputs=first_step.outputs, gradients=first_step.gradients)

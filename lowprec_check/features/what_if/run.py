@@ -9,7 +9,7 @@ import msgspec
 
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.hooks import Feature
-from lowprec_check.engine.run.messages import Answer, Receive, Send, faults_sent
+from lowprec_check.engine.run.messages import Receive, Send, TaskAnswer, faults_sent
 from lowprec_check.engine.run.preparation import in_eager_mode, kernels_of, prepared_for
 from lowprec_check.engine.run.target_runs import TargetRuns
 from lowprec_check.engine.run.tasks import ModelTask
@@ -36,7 +36,7 @@ class WhatIfTask(ModelTask):
         with faults_sent("predicting", send), prepared_for(self, target) as ready, kernels_of(self):
             eager, breadcrumb = in_eager_mode(ready, target), Breadcrumb(self.files.breadcrumb)
             entries = predict(eager, target.args, target.kwargs, self.formats, seed=self.seed, breadcrumb=breadcrumb)
-            send(Answer.of(entries))
+            send(TaskAnswer.of(entries))
 
 
 class WhatIfFeature(Feature):

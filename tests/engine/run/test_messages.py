@@ -12,12 +12,12 @@ from shared_result import gap
 from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.run.isolation import isolated
 from lowprec_check.engine.run.messages import (
-    Answer,
-    Fault,
     GapFound,
     OpCallsFound,
+    PartFailed,
     Reporter,
     Started,
+    TaskAnswer,
     TaskMessage,
     WeightRead,
     decode,
@@ -91,8 +91,8 @@ MESSAGES: list[TaskMessage] = [
     GapFound(gap("aten.fill_.Scalar", kind="scalar-overflow", constant=-math.inf)),
     EXPLAINED,
     WeightRead("layers.0", 0.5),
-    Fault("measuring failed"),
-    Answer.of([1.0, math.inf]),
+    PartFailed("measuring failed"),
+    TaskAnswer.of([1.0, math.inf]),
     Ended(),
     Ended(message="No.", hint="Do this."),
     Ended(traceback="Traceback"),
@@ -107,7 +107,7 @@ def test_every_message_arrives_as_it_was_sent(message: TaskMessage) -> None:
 
 
 def test_a_nan_arrives_as_a_nan() -> None:
-    assert math.isnan(Answer.of([math.nan]).read(list[float])[0])
+    assert math.isnan(TaskAnswer.of([math.nan]).read(list[float])[0])
     received = decode(encode(SO_FAR.with_fields(metric=math.nan)))
     assert isinstance(received, RunSoFar)
     assert received.run.metric is not None
@@ -200,7 +200,7 @@ def test_a_worker_says_what_a_run_is_if_it_ends_now(how: str, status: str) -> No
 
 
 def test_what_was_found_before_an_end_op_by_op_is_kept() -> None:
-    run = ended("crashed", PASSED, GapFound(gap("aten.dot.default")), OpCallsFound(op_calls(2)), Fault("no"))
+    run = ended("crashed", PASSED, GapFound(gap("aten.dot.default")), OpCallsFound(op_calls(2)), PartFailed("no"))
     assert ([found.op for found in run.gaps], len(run.op_calls), run.notes) == (["aten.dot.default"], 2, ["no"])
 
 
