@@ -22,7 +22,7 @@ from lowprec_check.schema.axes import device_type
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.precisions import Precision
 from lowprec_check.schema.registry import choices
-from lowprec_check.schema.run_key import RunKey
+from lowprec_check.schema.run_key import EAGER, RunKey
 from lowprec_check.schema.scan_result import Evidence, Run, ScanResult
 
 if TYPE_CHECKING:
@@ -56,6 +56,12 @@ class Mode:
     """Whether every run writes to parameters."""
     has_backends: ClassVar[bool] = True
     """Whether other backends than eager mode run."""
+
+    def refuses_backend(self, backend: str) -> str | None:
+        """Why a backend is not run in this mode; ``None`` if it is."""
+        if backend == EAGER or self.has_backends:
+            return None
+        return f"only eager runs are {self.name}"
 
     # -- In the parent, in the order of a scan
 
@@ -141,11 +147,15 @@ class Mode:
 
 def mode_of(source: TargetSource, options: ScanOptions, machine: Machine | None = None) -> Mode:
     """The mode of a scan; :class:`UsageError` for options that do not fit, or two modes at once."""
-    chosen = [mode for feature in features() if (mode := feature.mode(source, options, machine)) is not None]
-    for mode in chosen:
+    modes = (feature.mode(source, options, machine) for feature in features())
+    return only_mode([mode for mode in modes if mode is not None], options)
+
+
+def only_mode(modes: Sequence[Mode], options: ScanOptions) -> Mode:
+    """The one of ``modes``, or inference; raises :class:`UsageError` like :func:`mode_of`."""
+    for mode in modes:
         mode.refuse(options)
-    if len(chosen) > 1:
-        raise UsageError(
-            f"A model cannot be {choices([mode.name for mode in chosen], 'and')} at once.", "Leave out one of them."
-        )
-    return chosen[0] if chosen else Mode()
+    if len(modes) > 1:
+        names = choices([mode.name for mode in modes], "and")
+        raise UsageError(f"A model is not {names} at once.", "Leave out one of them.")
+    return modes[0] if modes else Mode()

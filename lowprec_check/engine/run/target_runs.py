@@ -281,8 +281,9 @@ class TargetRuns:
 
     def _why_skipped(self, key: RunKey) -> str | None:
         options, target, backend = self.options, self.target, BACKENDS.get(key.backend)
-        if backend.name != EAGER and not self.mode.has_backends:
-            return f"only eager runs are {self.mode.name}"
+        refused = self.mode.refuses_backend(backend.name)
+        if refused is not None:
+            return refused
         if backend.changes_process and self.isolation == "none":
             return (
                 f"{backend.name} changes its process for good, so it runs in a worker only (--isolation fork or spawn)"

@@ -32,8 +32,14 @@ from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.run_key import REFERENCE, RunKey
 from lowprec_check.schema.scan_result import Run, ScanResult
 
-NEED_WEIGHTS = ("train", "what_if", "scenario", "memory_formats")
-"""Options that need the weights in memory."""
+NEED_WEIGHTS = {
+    "train": "--train",
+    "what_if": "--what-if",
+    "scenario": "--scenario",
+    "memory_formats": "--memory-format",
+    "further_inputs": "--further-inputs",
+}
+"""Options that need the weights in memory, with their flags."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +58,8 @@ class Streaming(Mode):
 
     def refuse(self, options: ScanOptions) -> None:
         """Options that need the weights in memory."""
-        for name in NEED_WEIGHTS:
+        for name, flag in NEED_WEIGHTS.items():
             if getattr(options, name):
-                flag = f"--{name.replace('_', '-').removesuffix('s')}"
                 raise UsageError(
                     f"{flag} needs the weights in memory, and --stream leaves them in their files.",
                     f"Leave out {flag}.",
