@@ -84,5 +84,5 @@ def table() -> str:
         if len(labels) > 1 and all(name.startswith("`--backend") for name in labels):
             label = "any other `--backend`"
         lines.append(f"| {label} | {' | '.join(cells)} |")
-    notes = [f"{number}. {sentence[0].upper()}{sentence[1:].rstrip('.')}." for sentence, number in sentences.items()]
+    notes = [f"{number}. {sentence}" for sentence, number in sentences.items()]
     return "\n".join([*lines, "", *notes, ""])

@@ -20,7 +20,7 @@ from lowprec_check.engine.machine import Machine, machine_for, prepared_runs, ve
 from lowprec_check.engine.model.prepared import application_of
 from lowprec_check.engine.model.target import Calibration, make_target
 from lowprec_check.engine.model.training import MakeOptimizer
-from lowprec_check.engine.run.hooks import features
+from lowprec_check.engine.run.feature_hooks import features
 from lowprec_check.engine.run.isolation import check_isolation
 from lowprec_check.engine.run.mode import Mode, mode_of
 from lowprec_check.engine.run.model_info import describe_target

@@ -1,8 +1,8 @@
 """The ways to train in a precision: each says how the loss is scaled, how weights are updated, and
 with which code to paste.
 
-To add one, add a module with ``WAYS`` to :mod:`lowprec_check.engine.train.ways`, or register it
-from another package (CONTRIBUTING.md).
+To add one, add a module with ``WAYS`` to :mod:`lowprec_check.features.training.ways`, or register
+it from another package (CONTRIBUTING.md).
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ class WayToTrain:
 
 
 def _built_in() -> list[WayToTrain]:
-    ways: list[WayToTrain] = [way for module in modules_in("lowprec_check.engine.train.ways") for way in module.WAYS]
+    modules = modules_in("lowprec_check.features.training.ways")
+    ways: list[WayToTrain] = [way for module in modules for way in module.WAYS]
     return sorted(ways, key=lambda way: way.order)
 
 

@@ -23,7 +23,7 @@ from lowprec_check.catalog.declared import known_release, load
 from lowprec_check.catalog.measured import at_release, sweep_of
 from lowprec_check.catalog.predictable import predicted_device
 from lowprec_check.catalog.records import LOW
-from lowprec_check.engine.stand_in.kernel_support import KernelSupport
+from lowprec_check.features.prediction.kernel_support import KernelSupport
 from tools.one_device_ops import only_on, only_other_layouts
 from tools.xpu_declarations.registrations import parse
 

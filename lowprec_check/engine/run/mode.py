@@ -10,7 +10,7 @@ from lowprec_check.engine.model.prepared import Prepared, autocast_problem
 from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
-from lowprec_check.engine.run.hooks import features, measurements
+from lowprec_check.engine.run.feature_hooks import features, measurements
 from lowprec_check.engine.run.messages import Reporter, Send, Started
 from lowprec_check.engine.run.plain_part import Called, PlainPart, judge_with_same_draws
 from lowprec_check.engine.run.preparation import in_eager_mode, in_fp32, kernels_of, on_backend, prepared_for

@@ -16,7 +16,7 @@ from torch import Tensor
 from lowprec_check.engine.core.devices import kept_generators, rounds_to_tf32
 from lowprec_check.engine.model.prepared import format_problem
 from lowprec_check.engine.model.run_so_far import RunSoFar
-from lowprec_check.engine.run.hooks import TimedRuns, features
+from lowprec_check.engine.run.feature_hooks import TimedRuns, features
 from lowprec_check.engine.run.launcher import Launcher
 from lowprec_check.engine.run.memory_limits import check_weights_fit, why_too_large
 from lowprec_check.engine.run.mode import mode_of

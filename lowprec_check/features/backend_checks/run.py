@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from lowprec_check.engine.run.hooks import Feature, Measurement
+from lowprec_check.engine.run.feature_hooks import Feature, Measurement
 from lowprec_check.engine.run.messages import Started
 from lowprec_check.engine.run.plain_part import SLOW, PlainPart
 from lowprec_check.engine.run.preparation import OnBackend

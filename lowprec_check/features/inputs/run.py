@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from lowprec_check.engine.run.hooks import Feature, Measurement
+from lowprec_check.engine.run.feature_hooks import Feature, Measurement
 from lowprec_check.engine.run.messages import Started
 from lowprec_check.engine.run.plain_part import Fp32Outputs, PlainPart
 from lowprec_check.engine.run.target_runs import TargetRuns

@@ -10,7 +10,7 @@ from torch import nn
 
 from lowprec_check.engine.core.pytree import map_tensors
 from lowprec_check.engine.model.prepared import Prepared
-from lowprec_check.engine.run.hooks import Feature, Measurement
+from lowprec_check.engine.run.feature_hooks import Feature, Measurement
 from lowprec_check.engine.run.plain_part import PlainPart
 from lowprec_check.engine.run.preparation import OnBackend
 

@@ -11,12 +11,12 @@ from lowprec_check.catalog.names import why_not_covered
 from lowprec_check.engine.core.compiled import compiled_code_in_eager
 from lowprec_check.engine.machine import Machine
 from lowprec_check.engine.model.target import Target
-from lowprec_check.engine.run.hooks import Feature
+from lowprec_check.engine.run.feature_hooks import Feature
 from lowprec_check.engine.run.messages import Reporter, Send
 from lowprec_check.engine.run.mode import Mode
 from lowprec_check.engine.run.target_source import TargetSource
-from lowprec_check.engine.stand_in.stand_in_process import assumed_ops, become_stand_in, known_ops, standing_in
 from lowprec_check.errors import UsageError
+from lowprec_check.features.prediction.stand_in_process import assumed_ops, become_stand_in, known_ops, standing_in
 from lowprec_check.schema.measures import PredictedDevice
 from lowprec_check.schema.op_calls import FALLBACK_WARNING
 from lowprec_check.schema.options import ScanOptions

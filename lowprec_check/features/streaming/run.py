@@ -16,7 +16,7 @@ from lowprec_check.engine.machine import Machine
 from lowprec_check.engine.model.streamed_weights import AHEAD_BYTES, HELD_BYTES, WeightStream, stream_of
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.explanation import add_explanation, instrument
-from lowprec_check.engine.run.hooks import Feature
+from lowprec_check.engine.run.feature_hooks import Feature
 from lowprec_check.engine.run.memory_limits import gibibytes
 from lowprec_check.engine.run.messages import Reporter, Send, Started, WeightRead
 from lowprec_check.engine.run.mode import Mode

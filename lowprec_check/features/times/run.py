@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from lowprec_check.engine.run.hooks import Feature, TimedRuns
+from lowprec_check.engine.run.feature_hooks import Feature, TimedRuns
 from lowprec_check.engine.run.target_runs import TargetRuns
 from lowprec_check.engine.run.tasks import RunTask
 from lowprec_check.features.times.timed_runs import NotTimedError, time_in_scenario, time_runs

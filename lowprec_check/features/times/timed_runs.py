@@ -19,7 +19,7 @@ from lowprec_check.analysis.run_summary import candidates, passes_all
 from lowprec_check.analysis.speed import FAILED_WHILE_TIMED, ONE_CALL, TOLD, latency_outside_rounds, waits_for_host
 from lowprec_check.engine.core.devices import free_memory
 from lowprec_check.engine.core.pytree import leaves
-from lowprec_check.engine.run.hooks import TimedRuns
+from lowprec_check.engine.run.feature_hooks import TimedRuns
 from lowprec_check.engine.run.launcher import Launcher
 from lowprec_check.engine.run.messages import Started, TaskAnswer, TaskMessage
 from lowprec_check.engine.run.target_source import TargetSource

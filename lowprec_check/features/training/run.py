@@ -16,7 +16,7 @@ from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
-from lowprec_check.engine.run.hooks import Feature
+from lowprec_check.engine.run.feature_hooks import Feature
 from lowprec_check.engine.run.messages import Receive, Reporter, Send, Started, faults_sent
 from lowprec_check.engine.run.mode import Mode
 from lowprec_check.engine.run.plain_part import Called
@@ -25,8 +25,8 @@ from lowprec_check.engine.run.target_runs import TargetRuns
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.tasks import ModelTask, RunTask
 from lowprec_check.engine.trace.instrument import Options
-from lowprec_check.engine.train.steps import TrainingStep, batches_of, with_step
 from lowprec_check.errors import UsageError
+from lowprec_check.features.training.steps import TrainingStep, batches_of, with_step
 from lowprec_check.features.training.training_part import TrainingPart, with_draws_of
 from lowprec_check.features.training.training_reference import ReferenceTraining, TrainingReference, in_training
 from lowprec_check.schema.options import ScanOptions

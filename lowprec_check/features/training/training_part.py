@@ -24,7 +24,8 @@ from lowprec_check.engine.run.preparation import in_fp32
 from lowprec_check.engine.run.tasks import ModelTask
 from lowprec_check.engine.trace.places import Places
 from lowprec_check.engine.trace.plain_modes import DrawsDiffer, RecordDraws, ReplayDraws
-from lowprec_check.engine.train.first_step import (
+from lowprec_check.errors import UsageError
+from lowprec_check.features.training.first_step import (
     MOST,
     FirstGradients,
     Largest,
@@ -33,9 +34,9 @@ from lowprec_check.engine.train.first_step import (
     first_step_under,
     suggested_scale,
 )
-from lowprec_check.engine.train.lost_updates import LostUpdateCounter, check_epsilon, lost_buffer_updates
-from lowprec_check.engine.train.spread import Spread
-from lowprec_check.engine.train.steps import (
+from lowprec_check.features.training.lost_updates import LostUpdateCounter, check_epsilon, lost_buffer_updates
+from lowprec_check.features.training.spread import Spread
+from lowprec_check.features.training.steps import (
     MAX_SKIPPED,
     Loop,
     StepFailedError,
@@ -43,10 +44,9 @@ from lowprec_check.engine.train.steps import (
     Watcher,
     state_bytes,
 )
-from lowprec_check.engine.train.trajectory import Trajectory
-from lowprec_check.engine.train.ways.usual import PLAIN, SUGGESTED
-from lowprec_check.errors import UsageError
 from lowprec_check.features.training.training_reference import TrainingReference, TrainingSteps, in_training
+from lowprec_check.features.training.trajectory import Trajectory
+from lowprec_check.features.training.ways.usual import PLAIN, SUGGESTED
 from lowprec_check.schema.training import LossScale, TrainingRun, TrainingWay
 from lowprec_check.schema.verdict import Status
 from lowprec_check.schema.ways_to_train import DEFAULT_SCALE, WAYS, WayToTrain

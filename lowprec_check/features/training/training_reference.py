@@ -33,11 +33,12 @@ from lowprec_check.engine.model.user_code import call_user_code, required_argume
 from lowprec_check.engine.run.messages import Reporter, Started
 from lowprec_check.engine.run.preparation import prepared_for
 from lowprec_check.engine.run.tasks import ModelTask, TaskFiles
-from lowprec_check.engine.train.first_step import FirstGradients
-from lowprec_check.engine.train.lost_updates import LostUpdateCounter, Stalls
-from lowprec_check.engine.train.other_seeds import SEEDS, OtherSeeds
-from lowprec_check.engine.train.spread import Spread
-from lowprec_check.engine.train.steps import (
+from lowprec_check.errors import UsageError
+from lowprec_check.features.training.first_step import FirstGradients
+from lowprec_check.features.training.lost_updates import LostUpdateCounter, Stalls
+from lowprec_check.features.training.other_seeds import SEEDS, OtherSeeds
+from lowprec_check.features.training.spread import Spread
+from lowprec_check.features.training.steps import (
     MAX_SKIPPED,
     Loop,
     StepFailedError,
@@ -47,9 +48,8 @@ from lowprec_check.engine.train.steps import (
     kept_by,
     state_bytes,
 )
-from lowprec_check.engine.train.trajectory import Samples, Trajectory
-from lowprec_check.engine.train.ways.usual import PLAIN
-from lowprec_check.errors import UsageError
+from lowprec_check.features.training.trajectory import Samples, Trajectory
+from lowprec_check.features.training.ways.usual import PLAIN
 from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.statements import counted
 from lowprec_check.schema.training import TrainingPhase, TrainingRun, TrainingSetup, TrainingWay

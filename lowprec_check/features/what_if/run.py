@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from lowprec_check.engine.model.target import Target
-from lowprec_check.engine.run.hooks import Feature
+from lowprec_check.engine.run.feature_hooks import Feature
 from lowprec_check.engine.run.messages import Receive, Send, TaskAnswer, faults_sent
 from lowprec_check.engine.run.preparation import in_eager_mode, kernels_of, prepared_for
 from lowprec_check.engine.run.target_runs import TargetRuns

@@ -24,8 +24,8 @@ from lowprec_check.engine.model.torchvision_ops import torchvision_works
 from lowprec_check.engine.model.training import LossInputs, describe_loss, loss_of
 from lowprec_check.engine.run.target_source import load_spec
 from lowprec_check.engine.run.target_spec import TargetSpec
-from lowprec_check.engine.train.other_seeds import OtherSeeds
-from lowprec_check.engine.train.steps import USUAL
+from lowprec_check.features.training.other_seeds import OtherSeeds
+from lowprec_check.features.training.steps import USUAL
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import ModelInfo
 from lowprec_check.schema.training import TrainingSetup, TrainingWay

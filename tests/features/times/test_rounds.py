@@ -21,7 +21,7 @@ from lowprec_check import Backend, Run, ScanResult, scan
 from lowprec_check.engine.core.compiled import compiled_frames, own_compiled_code
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.run import target_runs as run_options
-from lowprec_check.engine.run.hooks import TimedRuns
+from lowprec_check.engine.run.feature_hooks import TimedRuns
 from lowprec_check.engine.run.mode import Mode
 from lowprec_check.engine.run.target_runs import open_runs
 from lowprec_check.engine.run.target_source import TargetSource

@@ -11,7 +11,7 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from lowprec_check.engine.train.trajectory import Samples, Trajectory
+from lowprec_check.features.training.trajectory import Samples, Trajectory
 from lowprec_check.schema.training import BEYOND, Divergence
 
 NOTABLE = 0.1  # the share of the squared distance to fp32 from which on a parameter is named

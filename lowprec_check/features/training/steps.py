@@ -24,8 +24,8 @@ from lowprec_check.engine.model.prepared import FailedCast, Prepared
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.training import LossInputs, loss_of, make_optimizer
 from lowprec_check.engine.model.user_code import call_user_code, reraise_interrupt
-from lowprec_check.engine.train.trajectory import Samples, Trajectory
 from lowprec_check.errors import UsageError, first_line, message_of, type_name
+from lowprec_check.features.training.trajectory import Samples, Trajectory
 from lowprec_check.schema.run_key import Phase
 from lowprec_check.schema.ways_to_train import Updates, WayToTrain
 

@@ -25,8 +25,8 @@ from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.trace.op_errors import ROUNDING
 from lowprec_check.engine.trace.places import Places, accumulates, nodes_of
-from lowprec_check.engine.train.steps import TrainingStep, Watcher
-from lowprec_check.engine.train.ways.usual import PLAIN
+from lowprec_check.features.training.steps import TrainingStep, Watcher
+from lowprec_check.features.training.ways.usual import PLAIN
 from lowprec_check.schema.training import ParameterGradient
 from lowprec_check.schema.ways_to_train import DEFAULT_SCALE
 

@@ -19,7 +19,7 @@ from lowprec_check.analysis.conclusion import conclude
 from lowprec_check.analysis.statements.training_findings import power_of_two
 from lowprec_check.analysis.training_advice import training_code
 from lowprec_check.engine.model.optimizer_like import Clip, OptimizerLike, settings_of
-from lowprec_check.engine.train import ways
+from lowprec_check.features.training import ways
 from lowprec_check.report.registry import FORMATS, render
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.training import Divergence, LostUpdates

@@ -24,9 +24,9 @@ from lowprec_check.catalog.predictable import CastPolicy, installed_policies, po
 from lowprec_check.catalog.versions import release_of
 from lowprec_check.engine.core.autocast_policies import aten_overload
 from lowprec_check.engine.core.op_kernels import replace_autocast_kernels
-from lowprec_check.engine.stand_in.device_kernels import StandInKernels, allow_fft
-from lowprec_check.engine.stand_in.kernel_support import KernelSupport
 from lowprec_check.engine.trace.ops import map_args, tensors_in
+from lowprec_check.features.prediction.device_kernels import StandInKernels, allow_fft
+from lowprec_check.features.prediction.kernel_support import KernelSupport
 from lowprec_check.schema.measures import PredictedDevice
 
 DEFAULT_AUTOCAST = torch.float16

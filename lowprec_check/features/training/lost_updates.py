@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from lowprec_check.engine.core.floating_dtypes import widened_dtype
 from lowprec_check.engine.model.optimizer_like import Settings, settings_of
 from lowprec_check.engine.model.training import MakeOptimizer
-from lowprec_check.engine.train.steps import TrainingStep, Watcher
-from lowprec_check.engine.train.trajectory import Samples, Trajectory
 from lowprec_check.errors import first_line, message_of, type_name
+from lowprec_check.features.training.steps import TrainingStep, Watcher
+from lowprec_check.features.training.trajectory import Samples, Trajectory
 from lowprec_check.schema.training import EpsilonCheck, LostUpdates, Values
 
 Name = tuple[str, Values]

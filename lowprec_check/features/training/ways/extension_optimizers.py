@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from lowprec_check.engine.train.ways.usual import OptimizerUpdates
+from lowprec_check.features.training.ways.usual import OptimizerUpdates
 from lowprec_check.schema.ways_to_train import Updates, WayToTrain
 
 _EXTENSION = "intel_extension_for_pytorch"

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from training_loops import sgd, trained, training
 
-from lowprec_check.engine.train.ways import extension_optimizers
 from lowprec_check.features.training import run as training_run
+from lowprec_check.features.training.ways import extension_optimizers
 from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.training import TrainingRun
 

@@ -27,9 +27,9 @@ from lowprec_check.engine.run.isolation import isolated
 from lowprec_check.engine.run.target_source import load_here
 from lowprec_check.engine.run.target_spec import TargetSpec
 from lowprec_check.engine.scan import scan_target
-from lowprec_check.engine.stand_in import stand_in_process
-from lowprec_check.engine.stand_in.device_kernels import StandInKernels
-from lowprec_check.engine.stand_in.kernel_support import KernelSupport
+from lowprec_check.features.prediction import stand_in_process
+from lowprec_check.features.prediction.device_kernels import StandInKernels
+from lowprec_check.features.prediction.kernel_support import KernelSupport
 from lowprec_check.schema.measures import PredictedDevice
 from lowprec_check.schema.options import ScanOptions
 

@@ -1,1 +1,0 @@
-"""A process that stands in for a missing device: its autocast policies and kernels, on the CPU."""
