@@ -99,7 +99,6 @@ def scan(model: nn.Module, inputs: Any, given: ScanArguments) -> ScanResult:
         UsageError: the model, its inputs or an option is not valid; the message says what to do.
     """
     check_isolation(given.isolation)
-    check_options(given)
     functions = {name: getattr(given, name) for name in ("loss", "optimizer", "average", "metric")}
     source = TargetSource(make_target(model, inputs, calibration=given.calibration, **functions))
     source.on_progress = given.on_progress or source.on_progress

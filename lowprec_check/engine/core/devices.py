@@ -129,11 +129,11 @@ def synchronize(device: torch.device) -> None:
     module_of(device).synchronize()
 
 
-def timed(device: torch.device, work: Callable[[], Any]) -> tuple[Any, float]:
-    """The result of ``work`` and its duration in seconds, including the work on the device."""
+def timed(device: torch.device, work: Callable[..., Any], *args: Any) -> tuple[Any, float]:
+    """The result of ``work(*args)`` and its seconds, including the work on the device."""
     synchronize(device)
     started = system.perf_counter()
-    result = work()
+    result = work(*args)
     synchronize(device)
     return result, system.perf_counter() - started
 

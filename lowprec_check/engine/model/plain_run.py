@@ -165,7 +165,7 @@ def run_once(ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], see
 def call_once(ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, float]:
     """One call on inputs as they are: the output and its seconds."""
     with ready.context():
-        return devices.timed(ready.device, lambda: call_model(ready.call, args, kwargs))
+        return devices.timed(ready.device, call_model, ready.call, args, kwargs)
 
 
 def describe_error(error: BaseException, model: nn.Module) -> ExceptionInfo:

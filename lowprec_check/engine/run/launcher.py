@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from lowprec_check.engine.run.isolation import IDLE_SECONDS, other_threads
 from lowprec_check.engine.run.outcome import Outcome, only_explained
@@ -44,55 +46,38 @@ class Launcher:
         self.hidden_state = False
         """Whether the model keeps state that cannot be rewound: each part gets its own process."""
         self.side_by_side = SideBySide(source)
-        self._forks_may_wait = True
+        self.forks_may_wait = True
         """Whether a fork that only waits may do so because it is a fork."""
 
-    # -- a task
-
-    def execute(self, task: ModelTask) -> Outcome:
-        """Do ``task``, again where the fork, or earlier tasks of its worker, may be to blame."""
-        outcome = self._execute_here(task)
-        if outcome.may_be_of_others:
+    def do(self, task: ModelTask, retries: Sequence[Retry] | None = None) -> Outcome:
+        """Do ``task``; each of ``retries`` in turn looks at its end and may do it again."""
+        if self.hidden_state or BACKENDS.get(task.backend).changes_process:
             self.renew()
-            outcome = self._execute_here(task)
-        if outcome.ended != "idle":
-            return outcome
-        # The fork only waited: a fresh interpreter may not, if the model can be sent to one.
-        can_be_sent = True
-        try:
-            self.source.fresh()
-        except UsageError as error:
-            can_be_sent = False
-            threads = other_threads()
-            if threads:
-                names = ", ".join(threads[:3]) + (", …" if len(threads) > 3 else "")
-                raise UsageError(
-                    "The model stopped working in a copy of this process, in which the threads of this process "
-                    f"({names}) do not run. {error.message}",
-                    'Scan its file from the command line, or pass isolation="none" while no thread uses the model.',
-                ) from None
-        if not can_be_sent:
-            self._forks_may_wait = False
-            return self.execute(task)
-        self.side_by_side.finish()  # others would disturb its time
-        outcome = execute(task, self.source, "spawn")
-        if outcome.ended in ("timeout", "stuck"):  # it was not because of the fork
-            self._forks_may_wait = False
-        else:
-            self._stop_forking()
-            outcome.notes.append(FORK_WAITED)
+        # One measurement may be of a process that lacks a core.
+        idle_limit = math.inf
+        if self.forks and self.forks_may_wait:
+            idle_limit = max(2 * Activity.SECONDS, min(IDLE_SECONDS, task.budget / 2))
+        outcome = None
+        if self.isolation == "fork":
+            outcome = self.side_by_side.outcome(task, idle_limit)
+        if outcome is None:
+            # Neither may disturb the times of the other.
+            if isinstance(task, RunTask):
+                self.side_by_side.finish()
+            outcome = execute(task, self.source, self.isolation, idle_limit=idle_limit)
+        retries = OF_ANY_TASK if retries is None else retries
+        for number, retry in enumerate(retries):
+            outcome = retry(self, task, outcome, functools.partial(self.do, retries=retries[:number]))
         return outcome
 
     def renew(self) -> None:
         """Do the next task in a new worker."""
         self.source.kept.end()
 
-    # -- a run
-
     def run(self, task: RunTask) -> Outcome:
         """Do ``task``, and repeat its instrumented part until that reaches its end."""
         first = dataclasses.replace(task, instrumented=task.instrumented and not self.hidden_state)
-        outcome = self._with_parameters_kept(self._until_sure, first)
+        outcome = self.do(first, OF_A_RUN)
         if not task.instrumented or outcome.is_explained or outcome.faults:
             return outcome
         again = dataclasses.replace(task, changes_parameters=task.changes_parameters or self.changes_parameters)
@@ -100,9 +85,9 @@ class Launcher:
         attempts = Attempts(again.as_task(ExplainTask, measure_once=outcome.failed, so_far=so_far))
         explanation = outcome
         if outcome.position is None or attempts.learn(outcome):
-            explanation = self.execute(attempts.task)
+            explanation = self.do(attempts.task)
             while attempts.learn(explanation):
-                explanation = self.execute(attempts.task)
+                explanation = self.do(attempts.task)
         if explanation is not outcome:
             outcome.so_far = explanation.so_far or so_far
             outcome.gaps, outcome.op_calls_found = explanation.gaps, explanation.op_calls_found
@@ -111,93 +96,132 @@ class Launcher:
         outcome.incomplete_because = explanation.why_incomplete(task.explain_budget)
         return outcome
 
-    def run_reference(self, task: RunTask) -> Outcome:
-        """Do the fp32 ``task``; if it fails because of the fork, again in a fresh interpreter."""
-        return self._with_parameters_kept(self._as_its_user, task)
-
-    def _with_parameters_kept(self, run: Callable[[RunTask], Outcome], task: RunTask) -> Outcome:
-        """``run`` the task; again, with parameters saved, if it is the first to write to them."""
-        outcome = run(task)
-        if self.changes_parameters or outcome.so_far is None or not outcome.so_far.changes_parameters:
-            return outcome
-        self.changes_parameters = True
-        self.side_by_side.close()  # others were begun without
-        return run(dataclasses.replace(task, changes_parameters=True))
-
-    def _until_sure(self, task: RunTask) -> Outcome:
-        """Do ``task``; once more if its process dies in the plain part: it may have been killed."""
-        outcome = self.execute(task)
-        simpler = task.mode.simpler(task)
-        if simpler is not None and outcome.run is None:
-            return self._until_sure(simpler)
-        if not outcome.died_in_plain_part:
-            if outcome.ended in ("crashed", "timeout") and outcome.run is not None and outcome.position is None:
-                reason = outcome.reason or f"the budget of {task.call_budget:g} s ended"
-                outcome.notes.append(f"{reason} {AFTER_VERDICT}")
-            return outcome
-        again = self.execute(task)
-        if again.died_in_plain_part:
-            return again
-        if outcome.killed_from_outside:
-            again.notes.append(f"{outcome.reason}, once; the run was repeated")
-            return again
-        outcome.reason = f"{outcome.reason}, in one of two attempts"
-        outcome.incomplete_because = again.why_incomplete(task.explain_budget)
-        if again.so_far is not None:
-            outcome.so_far = only_explained(again.so_far, task)
-        return outcome
-
-    def _as_its_user(self, task: RunTask) -> Outcome:
-        outcome = self._until_sure(task)
-        if not self._forks or outcome.passed:
-            return outcome
-        # Nothing tells a fork from a fresh interpreter: no file to load again, and no threads.
-        if self.source.reload is None and outcome.ended == "done" and not other_threads():
-            return outcome
-        try:
-            fresh = execute(task, self.source, "spawn")
-        except (UsageError, WorkerError):
-            return outcome
-        if fresh.run is None:
-            return outcome
-        if fresh.passed:
-            self._stop_forking()
-            why, how = outcome.reason, "took too long in a forked process"
-            if outcome.run is not None and outcome.run.exception is not None:
-                why = outcome.run.exception.text
-            if why:
-                how = f"fails in a forked process ({why})"
-            fresh.notes.append(f"the model {how}, but not in a fresh interpreter, which the runs used")
-        return fresh
-
-    # -- a process
-
     @property
-    def _forks(self) -> bool:
+    def forks(self) -> bool:
         """Whether a worker is a copy of this process."""
         return self.isolation == "fork" or (self.isolation == "shared" and self.source.method == "fork")
 
-    def _stop_forking(self) -> None:
+    def stop_forking(self) -> None:
+        """Use fresh interpreters from now on."""
         self.source.stop_forking()
         self.side_by_side.close()
         if self.isolation == "fork":
             self.isolation = "spawn"
 
-    def _execute_here(self, task: ModelTask) -> Outcome:
-        if self.hidden_state or BACKENDS.get(task.backend).changes_process:
-            self.renew()
-        # One measurement may be of a process that lacks a core.
-        least = 2 * Activity.SECONDS
-        idle_limit = max(least, min(IDLE_SECONDS, task.budget / 2))
-        limit = idle_limit if self._forks and self._forks_may_wait else math.inf
-        if self.isolation == "fork":
-            begun = self.side_by_side.outcome(task, limit)
-            if begun is not None:
-                return begun
-        # Neither may disturb the times of the other.
-        if isinstance(task, RunTask):
-            self.side_by_side.finish()
-        return execute(task, self.source, self.isolation, idle_limit=limit)
+
+# -- Why a task is done again: what ended it may have been something else
+#
+# Each gets the task, how it ended, and a function that does a task again, with the retries
+# before it.
+
+Again = Callable[[ModelTask], Outcome]
+Retry = Callable[[Launcher, Any, Outcome, Again], Outcome]
+
+
+def _after_other_tasks(launcher: Launcher, task: ModelTask, outcome: Outcome, again: Again) -> Outcome:
+    """In a new worker, if earlier tasks of the old one may be to blame."""
+    if not outcome.may_be_of_others:
+        return outcome
+    launcher.renew()
+    return again(task)
+
+
+def _after_a_fork_that_waited(launcher: Launcher, task: ModelTask, outcome: Outcome, again: Again) -> Outcome:
+    """In a fresh interpreter, which may not wait as the fork did."""
+    if outcome.ended != "idle":
+        return outcome
+    try:
+        launcher.source.fresh()
+    except UsageError as error:
+        threads = other_threads()
+        if threads:
+            names = ", ".join(threads[:3]) + (", …" if len(threads) > 3 else "")
+            raise UsageError(
+                "The model stopped working in a copy of this process, in which the threads of this process "
+                f"({names}) do not run. {error.message}",
+                'Scan its file from the command line, or pass isolation="none" while no thread uses the model.',
+            ) from None
+        launcher.forks_may_wait = False
+        return again(task)
+    launcher.side_by_side.finish()  # others would disturb its time
+    outcome = execute(task, launcher.source, "spawn")
+    if outcome.ended in ("timeout", "stuck"):  # it was not because of the fork
+        launcher.forks_may_wait = False
+    else:
+        launcher.stop_forking()
+        outcome.notes.append(FORK_WAITED)
+    return outcome
+
+
+def _in_a_simpler_way(launcher: Launcher, task: RunTask, outcome: Outcome, again: Again) -> Outcome:
+    """As its mode says, if there is no verdict."""
+    simpler = task.mode.simpler(task)
+    if simpler is None or outcome.run is not None:
+        return outcome
+    return again(simpler)
+
+
+def _after_a_death(launcher: Launcher, task: RunTask, outcome: Outcome, again: Again) -> Outcome:
+    """Once more if its process died in the plain part: it may have been killed."""
+    if not outcome.died_in_plain_part:
+        if outcome.ended in ("crashed", "timeout") and outcome.run is not None and outcome.position is None:
+            reason = outcome.reason or f"the budget of {task.call_budget:g} s ended"
+            outcome.notes.append(f"{reason} {AFTER_VERDICT}")
+        return outcome
+    second = again(task)
+    if second.died_in_plain_part:
+        return second
+    if outcome.killed_from_outside:
+        second.notes.append(f"{outcome.reason}, once; the run was repeated")
+        return second
+    outcome.reason = f"{outcome.reason}, in one of two attempts"
+    outcome.incomplete_because = second.why_incomplete(task.explain_budget)
+    if second.so_far is not None:
+        outcome.so_far = only_explained(second.so_far, task)
+    return outcome
+
+
+def _in_a_fresh_interpreter(launcher: Launcher, task: RunTask, outcome: Outcome, again: Again) -> Outcome:
+    """If fp32 failed in a fork, which may be to blame."""
+    if not launcher.forks or outcome.passed:
+        return outcome
+    # Nothing tells a fork from a fresh interpreter: no file to load again, and no threads.
+    if launcher.source.reload is None and outcome.ended == "done" and not other_threads():
+        return outcome
+    try:
+        fresh = execute(task, launcher.source, "spawn")
+    except (UsageError, WorkerError):
+        return outcome
+    if fresh.run is None:
+        return outcome
+    if fresh.passed:
+        launcher.stop_forking()
+        why, how = outcome.reason, "took too long in a forked process"
+        if outcome.run is not None and outcome.run.exception is not None:
+            why = outcome.run.exception.text
+        if why:
+            how = f"fails in a forked process ({why})"
+        fresh.notes.append(f"the model {how}, but not in a fresh interpreter, which the runs used")
+    return fresh
+
+
+def _with_parameters_kept(launcher: Launcher, task: RunTask, outcome: Outcome, again: Again) -> Outcome:
+    """With parameters saved, if it is the first run to write to them."""
+    if launcher.changes_parameters or outcome.so_far is None or not outcome.so_far.changes_parameters:
+        return outcome
+    launcher.changes_parameters = True
+    launcher.side_by_side.close()  # others were begun without
+    return again(dataclasses.replace(task, changes_parameters=True))
+
+
+OF_ANY_TASK: tuple[Retry, ...] = (_after_other_tasks, _after_a_fork_that_waited)
+_OF_VERDICT: tuple[Retry, ...] = (*OF_ANY_TASK, _in_a_simpler_way, _after_a_death)
+OF_A_RUN: tuple[Retry, ...] = (*_OF_VERDICT, _with_parameters_kept)
+OF_REFERENCE: tuple[Retry, ...] = (*_OF_VERDICT, _in_a_fresh_interpreter, _with_parameters_kept)
+"""Why a task, a run and fp32 are done again, in this order."""
+
+
+# -- The instrumented part, until it reaches its end
 
 
 class Attempts:

@@ -17,7 +17,7 @@ from lowprec_check.engine.core.devices import kept_generators, rounds_to_tf32
 from lowprec_check.engine.model.prepared import format_problem
 from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.run.feature_hooks import TimedRuns, features
-from lowprec_check.engine.run.launcher import Launcher
+from lowprec_check.engine.run.launcher import OF_REFERENCE, Launcher
 from lowprec_check.engine.run.memory_limits import check_weights_fit, why_too_large
 from lowprec_check.engine.run.mode import mode_of
 from lowprec_check.engine.run.outcome import compared_with, explained_by, finished
@@ -109,7 +109,7 @@ class TargetRuns:
             measured=first,
             instrumented=first and instrumented and self.mode.repeats_fp32,
         )
-        outcome = self.launcher.run_reference(task)
+        outcome = self.launcher.do(task, OF_REFERENCE)
         so_far = check_reference(task, outcome, self.target)
         self._self_error = self._self_error_in(so_far)
         if self._self_error > MAX_SELF_ERROR:
@@ -155,7 +155,7 @@ class TargetRuns:
         # They do in one process, in spite of the rewound state: another process makes the second.
         self.launcher.renew()
         task = self._task(REFERENCE, budget=self.reference_budget, measured=False, instrumented=False)
-        again = self.launcher.execute(task)
+        again = self.launcher.do(task)
         error = again.run.output_error if again.run else None
         if error is None or error.distance is None:
             return within

@@ -171,7 +171,7 @@ def time_in_rounds(
         budget = 3 * max(task.call_budget for task in tasks)
         runs = tuple(tasks)
         task = tasks[0].as_task(TimeTask, runs=runs, final=final, earlier=earlier, budget=budget, setup_budget=0.0)
-        for answer in launcher.execute(task).answers:
+        for answer in launcher.do(task).answers:
             schedule.note(answer.read(TurnTimed | TurnFailed))  # type: ignore[arg-type]
     return schedule
 

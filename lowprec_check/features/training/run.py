@@ -155,7 +155,7 @@ class TrainingFeature(Feature):
         if extension_problem() is not None:
             return run
         extension = task.as_task(ExtensionTask, so_far=task.begun(), steps=task.mode.steps)
-        outcome = runs.launcher.execute(extension)
+        outcome = runs.launcher.do(extension)
         ways = [*run.training.ways]
         if outcome.so_far is not None and outcome.so_far.run.training is not None:
             ways += outcome.so_far.run.training.ways

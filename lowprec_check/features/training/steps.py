@@ -326,7 +326,7 @@ class Loop:
 
         def watch(call: Callable[[Watcher], None]) -> None:
             nonlocal watched
-            watched += devices.timed(self._ready.device, lambda: self._observe(call))[1]
+            watched += devices.timed(self._ready.device, self._observe, call)[1]
 
         if self._watchers:
             step.on_gradients = lambda: watch(lambda watcher: watcher.gradients(step))
@@ -335,7 +335,7 @@ class Loop:
         if not number:
             states = devices.generator_states()
         with _failures():
-            result, seconds = devices.timed(self._ready.device, lambda: call_model(step, inputs, named))
+            result, seconds = devices.timed(self._ready.device, call_model, step, inputs, named)
         self.draws = self.draws or (states is not None and devices.generator_states() != states)
         if self._on_first is not None:
             self._on_first(result)

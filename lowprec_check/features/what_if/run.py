@@ -50,7 +50,7 @@ class WhatIfFeature(Feature):
             return None
         runs = batches[0]
         budget, formats = runs.reference_budget, tuple(options.what_if)
-        outcome = runs.launcher.execute(runs.reference_task().as_task(WhatIfTask, formats=formats, budget=budget))
+        outcome = runs.launcher.do(runs.reference_task().as_task(WhatIfTask, formats=formats, budget=budget))
         if outcome.answers:
             entries = outcome.answers[-1].read(list[WhatIf])
         else:

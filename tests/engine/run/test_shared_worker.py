@@ -269,7 +269,7 @@ def test_a_device_that_breaks_outside_of_a_call_is_an_error_of_the_row(monkeypat
     monkeypatch.setattr(worker, "run_model", fails_on_the_device)
     source = TargetSource(make_target(Breaks().eval(), torch.ones(2, 8)))
     with open_task_files() as files:
-        outcome = Launcher(source, "shared").execute(RunTask(precision="half", device="cpu", files=files, mode=Mode()))
+        outcome = Launcher(source, "shared").do(RunTask(precision="half", device="cpu", files=files, mode=Mode()))
     source.close()
     assert outcome.run is not None
     assert outcome.run.status == "error"
@@ -306,9 +306,9 @@ def test_a_shared_worker_does_one_task_after_another(monkeypatch: pytest.MonkeyP
         launcher, notes = Launcher(source, "shared"), []
         one = RunTask(precision="half", device="cpu", files=files, mode=Mode())
         for precision in ("half", "bfloat16", "autocast-fp16"):
-            outcome = launcher.execute(dataclasses.replace(one, precision=precision))
+            outcome = launcher.do(dataclasses.replace(one, precision=precision))
             notes.append(outcome.run.notes if outcome.run else (outcome.ended, str(outcome.reason)))
-        after = launcher.execute(one)
+        after = launcher.do(one)
     assert after.run is not None
     last = int(after.run.notes[1])
     assert psutil.pid_exists(last)
