@@ -21,7 +21,7 @@ TORCH = "2.11"
 """The release of torch that is predicted, which the catalog covers."""
 DEVICE = "cuda"
 """The device that is predicted."""
-RUNS = "✓"
+RUNS, IGNORED = "✓", "no effect"
 MODES: dict[str, dict[str, Any]] = {
     "inference": {},
     "training": {"train": True},
@@ -58,6 +58,7 @@ def answer(mode: str, added: str) -> str:
     except UsageError as refused:
         return refused.message
     reasons = [chosen.refuses_backend(name) for name in options.names_of("backends")]
+    reasons += [f"{IGNORED}: {chosen.ignored[name]}" for name in ADDED[added] if name in chosen.ignored]
     return next(filter(None, reasons), RUNS)
 
 

@@ -116,6 +116,7 @@ def growing_scan(
 ) -> Iterator[ScanResult]:
     """Yield the result after each run, without its conclusion; reuses runs of ``earlier``."""
     check_options(options)
+    # The machine is asked in a process of its own where that may initialize its device.
     machine, isolation = prepared_runs(
         source,
         isolation,
@@ -129,7 +130,8 @@ def growing_scan(
         batches = stack.enter_context(open_batches(source, options.batches, settings, isolation))
         mode.announce(source, options, machine.runs_on)
         fp32 = batches[0].reference()
-        # The output of many models vanishes with initial weights, and cannot be judged in fp16.
+        # The output of many models vanishes with initial weights, and cannot be judged in fp16: then
+        # the weights are scaled, and fp32 runs again on the new target.
         if mode.is_forward and vanishes(fp32) and source.scale_weights(options.seed, fp32.output_rms or 0.0):
             stack.close()
             batches = stack.enter_context(open_batches(source, options.batches, settings, isolation))
@@ -156,6 +158,7 @@ def growing_scan(
 
         resumed = mode.resumed(source, result, earlier)
         for key in first.in_order(wanted_runs(result)[1:]):
+            # A resumed run has what features added to it.
             run = resumed.get(key)
             if run is None:
                 run = first.run(key.precision, key.backend, key.memory_format)
@@ -164,7 +167,7 @@ def growing_scan(
             result = msgspec.structs.replace(
                 result,
                 runs=as_wanted(result, [*result.runs, run]),
-                options=options.saved(first.isolation),
+                options=options.saved(first.isolation),  # a run may show that forks do not work
                 source_lines=result.source_lines | texts_of_lines(_lines_of(run), source.name),
             )
             yield result

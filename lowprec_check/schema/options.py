@@ -348,7 +348,7 @@ class ScanOptions(DeclaredOptions):
             raise UsageError("steps is the number of training steps of a scan of training.", "Add --train.")
         if not self.train:
             return
-        for name in ("scenario", "what_if", "predict", "further_inputs"):
+        for name in ("scenario", "what_if", "predict"):
             if getattr(self, name):
                 raise UsageError(
                     f"{name} is about the forward pass, not about training.", f"Leave out --{name.replace('_', '-')}."

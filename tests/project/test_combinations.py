@@ -15,7 +15,7 @@ from lowprec_check.errors import UsageError
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Run, ScanResult
-from tools.combinations import ADDED, MODES, RUNS, answer, pairs
+from tools.combinations import ADDED, IGNORED, MODES, RUNS, answer, pairs
 
 MODEL = """
 import torch
@@ -56,7 +56,13 @@ def scanned(mode: str, added: str, folder: Path) -> ScanResult:
     return scan_target(source, isolation, ScanOptions(**given))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("mode", "added"), [pair for pair in pairs() if answer(*pair) != RUNS])
+@pytest.mark.parametrize(("mode", "added"), [pair for pair in pairs() if answer(*pair).startswith(IGNORED)])
+def test_what_has_no_effect_has_none(mode: str, added: str, tmp_path: Path) -> None:
+    run = scanned(mode, added, tmp_path).runs[1]
+    assert (run.status, ADDED[added], run.further_inputs) == ("ok", {"further_inputs": 2}, None)
+
+
+@pytest.mark.parametrize(("mode", "added"), [pair for pair in pairs() if not answer(*pair).startswith((RUNS, IGNORED))])
 def test_what_is_refused_is_refused_with_its_sentence(mode: str, added: str, tmp_path: Path) -> None:
     try:
         said = [run.reason for run in scanned(mode, added, tmp_path).runs[1:]]

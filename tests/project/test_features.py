@@ -1,4 +1,4 @@
-"""The core does not need any feature: without its folder, a scan prints the same table of runs."""
+"""Features: the core needs none of them, a new one is one folder, and the way through the core is short."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ import re
 import shutil
 import subprocess
 import sys
+import traceback
 from pathlib import Path
+from typing import get_args
 
 import pytest
+import torch
+from helpers import scan_here
+from torch import Tensor, nn
+
+from lowprec_check.engine.run import messages
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "lowprec_check"
@@ -57,3 +64,73 @@ def test_a_feature_says_what_it_adds_and_by_which_hooks(feature: str) -> None:
 
 HOOKS = ("mode", "measurements", "after_reference", "beside", "after_run", "timed", "after_runs")
 """The hooks of a feature, in the order of a scan."""
+
+
+TOY = """
+from lowprec_check.engine.run.feature_hooks import Feature, Measurement
+
+
+def count(part):
+    part.report.add(notes=[*part.report.run.notes, f"toy saw {len(part.outputs)} outputs"])
+
+
+class Toy(Feature):
+    place = 99
+    measurements = (Measurement(99, "the toy", count),)
+
+    def after_runs(self, batches, result, options):
+        import msgspec
+
+        model = msgspec.structs.replace(result.model, notes=[*result.model.notes, f"toy saw {len(result.runs)} runs"])
+        return msgspec.structs.replace(result, model=model)
+
+
+TOY = Toy()
+"""
+
+
+def test_a_feature_is_one_folder(tmp_path: Path) -> None:
+    """A new folder is all that a new measurement takes."""
+    shutil.copytree(PACKAGE, tmp_path / "lowprec_check", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "catalog", tmp_path / "catalog")
+    folder = tmp_path / "lowprec_check" / "features" / "toy"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (folder / "run.py").write_text(TOY)
+    code = "import torch, lowprec_check\nmodel, x = torch.nn.Linear(4, 4).eval(), torch.ones(2, 4)\n"
+    code += "result = lowprec_check.scan(model, x, precisions='bfloat16', times='off', plan=False, isolation='none')\n"
+    code += "print(lowprec_check.__file__, result.runs[1].notes, result.model.notes)\n"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert str(tmp_path) in done.stdout
+    assert "toy saw 3 outputs" in done.stdout
+    assert "toy saw 2 runs" in done.stdout
+
+
+# -- How far it is from a scan to the model, and how little is sent between
+
+
+MOST_FRAMES, MOST_MESSAGES = 16, 8
+
+
+def test_few_frames_lie_between_a_scan_and_the_forward_of_the_user(tmp_path: Path) -> None:
+    log = tmp_path / "frames"
+
+    class Logs(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            names = [Path(frame.filename).name + ":" + frame.name for frame in traceback.extract_stack()]
+            with log.open("a", encoding="utf-8") as file:  # a scan restores what the model changes
+                file.write(" ".join(names) + "\n")
+            return super().forward(x)
+
+    scan_here(Logs(4, 4).eval(), torch.ones(2, 4), precisions="bfloat16", plan=False)
+    frames = log.read_text(encoding="utf-8").splitlines()[0].split()
+    start = len(frames) - 1 - frames[::-1].index("scan.py:scan")
+    assert len(frames) - start - 2 <= MOST_FRAMES, frames[start:]
+
+
+def test_few_kinds_of_messages_are_sent() -> None:
+    assert len(get_args(messages.TaskMessage)) <= MOST_MESSAGES

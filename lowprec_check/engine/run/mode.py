@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
 from lowprec_check.engine.model.prepared import Prepared, autocast_problem
@@ -39,21 +40,23 @@ class Mode:
     """
 
     name: ClassVar[str] = "run"
-    """What is done with a model, as a participle."""
+    """What is done with a model, a participle: "only eager runs are trained"."""
     doing: ClassVar[str] = "plain run"
     """What is shown as progress until there is a verdict."""
     evidence: ClassVar[Evidence] = "measured"
-    """Whether its kernels are those of the device."""
+    """``predicted`` if its kernels are not those of the device, and their times mean nothing."""
     is_forward: ClassVar[bool] = True
     """Whether a run is a forward pass, whose output is judged."""
     has_times: ClassVar[bool] = True
     """Whether the times of its calls can be compared."""
     repeats_fp32: ClassVar[bool] = True
     """Whether fp32 is called again, to compare two of its calls, and explained op by op."""
-    takes_turns: ClassVar[bool] = True
-    """Whether slow runs may be made side by side."""
+    runs_side_by_side: ClassVar[bool] = True
+    """Whether slow runs may be made at the same time, on cores that others leave."""
     changes_parameters: ClassVar[bool] = False
     """Whether every run writes to parameters."""
+    ignored: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Options without effect, and why: settings of a project may ask for them in every scan."""
     has_backends: ClassVar[bool] = True
     """Whether other backends than eager mode run."""
 
@@ -98,7 +101,7 @@ class Mode:
         return task
 
     def simpler(self, task: RunTask) -> RunTask | None:
-        """What to do instead of ``task`` if its worker ended without a verdict, if anything."""
+        """What to do instead of ``task`` if its worker ended without a verdict; or ``None``."""
         return None
 
     # -- In a worker
@@ -113,16 +116,16 @@ class Mode:
     @contextlib.contextmanager
     def ready(self, task: ModelTask, target: Target, snapshot: Snapshot | None = None) -> Iterator[Prepared]:
         """What a run calls; restored afterwards, to ``snapshot`` if given."""
-        with prepared_for(task, target, snapshot) as ready:
-            yield on_backend(task, target, ready)
+        with prepared_for(task, target, snapshot) as in_precision:
+            yield on_backend(task, target, in_precision)
 
     def plain(self, task: RunTask, target: Target, report: Reporter) -> Called:
         """Call the model as its user does, judge that, and measure it."""
         memory = ProcessMemory.of(task, target.model)
-        with prepared_for(task, target) as ready, kernels_of(task), contextlib.ExitStack() as context:
-            part = PlainPart(task, target, on_backend(task, target, ready), report, memory)
+        with prepared_for(task, target) as in_precision, kernels_of(task), contextlib.ExitStack() as settings:
+            part = PlainPart(task, target, on_backend(task, target, in_precision), report, memory)
             part.run()
-            part.draw_as_eager(context)
+            part.draw_as_eager(settings)
             report.send(Started(seconds=task.measure_budget))
             with report.faults_of("measuring"):
                 part.measure()
@@ -131,15 +134,15 @@ class Mode:
                 with report.faults_of(measurement.what):
                     measurement.measure(part)
         if part.draws:
-            with report.faults_of("comparing with the same draws"), prepared_for(in_fp32(task), target) as ready:
-                judge_with_same_draws(in_eager_mode(ready, target), part)
+            with report.faults_of("comparing with the same draws"), prepared_for(in_fp32(task), target) as in_precision:
+                judge_with_same_draws(in_eager_mode(in_precision, target), part)
         return part.called()
 
     @contextlib.contextmanager
     def explained(self, task: ModelTask, target: Target, options: Options) -> Iterator[tuple[Prepared, Options]]:
         """What is called to explain a run op by op, and with which options."""
-        with prepared_for(task, target) as ready:
-            yield in_eager_mode(ready, target), options
+        with prepared_for(task, target) as in_precision:
+            yield in_eager_mode(in_precision, target), options
 
     def finish(self, report: Reporter) -> None:
         """Add to a run what is known at its end."""

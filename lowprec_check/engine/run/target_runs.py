@@ -190,7 +190,7 @@ class TargetRuns:
         """``keys`` in the order to run them: slow ones last, which may run side by side."""
         options = self.options
         alone = self.launcher.hidden_state or options.scenario is not None
-        if self.mode.takes_turns and not alone and options.device == "cpu" and options.batches <= 1:
+        if self.mode.runs_side_by_side and not alone and options.device == "cpu" and options.batches <= 1:
             slow = [key for key in keys if key.backend == EAGER and self.is_slow(key.precision)]
             possible = [key for key in slow if self._why_skipped(key) is None]
             self.launcher.side_by_side.expect(map(self._usual_task, possible))

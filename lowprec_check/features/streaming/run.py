@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -37,7 +38,6 @@ NEED_WEIGHTS = {
     "what_if": "--what-if",
     "scenario": "--scenario",
     "memory_formats": "--memory-format",
-    "further_inputs": "--further-inputs",
 }
 """Options that need the weights in memory, with their flags."""
 
@@ -51,9 +51,10 @@ class Streaming(Mode):
     reads_once: bool = False
     """Whether the instrumented part's output is judged, so that weights are read once."""
     name = "streamed"
+    ignored = MappingProxyType({"further_inputs": "each further input would read all weights again"})
     has_times = False
     repeats_fp32 = False
-    takes_turns = False
+    runs_side_by_side = False
     has_backends = False
 
     def refuse(self, options: ScanOptions) -> None:

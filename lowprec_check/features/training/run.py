@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib
 from collections.abc import Iterator
+from types import MappingProxyType
 
 import msgspec
 
@@ -45,8 +46,9 @@ class Training(Mode):
     """The way whose step is explained op by op; ``None``: the first of the precision."""
     name = "trained"
     doing = "training"
+    ignored = MappingProxyType({"further_inputs": "steps take new batches by themselves"})
     is_forward = False
-    takes_turns = False
+    runs_side_by_side = False
     changes_parameters = True
     has_backends = False
 
