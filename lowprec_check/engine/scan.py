@@ -130,7 +130,7 @@ def growing_scan(
         batches = stack.enter_context(open_batches(source, options.batches, settings, isolation))
         mode.announce(source, options, machine.runs_on)
         fp32 = batches[0].reference()
-        # The output of many models vanishes with initial weights, and cannot be judged in fp16: then
+        # The output of many models vanishes with initial weights, and fp16 cannot be judged: then
         # the weights are scaled, and fp32 runs again on the new target.
         if mode.is_forward and vanishes(fp32) and source.scale_weights(options.seed, fp32.output_rms or 0.0):
             stack.close()
