@@ -121,6 +121,10 @@ class Reporter:
         self._sent_op_calls = self.run.op_calls
         self.send(so_far)
 
+    def replace_run(self, run: Run) -> None:
+        """Take ``run`` in place of the one that was known."""
+        self.update(msgspec.structs.replace(self.so_far, run=run))
+
     def add(self, **fields: Any) -> None:
         """Set ``fields`` of the run."""
         self.update(self.so_far.with_fields(**fields))

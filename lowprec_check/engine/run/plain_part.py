@@ -216,7 +216,7 @@ class PlainPart:
             self.draws = recorded or []
             self.report.note(draws=recorded != [])
         if run.status == "inaccurate" and run.random and self.is_compiled and not self.draws:
-            self.report.update(msgspec.structs.replace(self.report.so_far, run=_without_verdict(run, OTHER_DRAWS)))
+            self.report.replace_run(_without_verdict(run, OTHER_DRAWS))
         # The output is None if what was attached to measure could change it.
         again = None
         if measured and not self.too_slow:
@@ -319,7 +319,7 @@ def judge_with_same_draws(ready: Prepared, part: PlainPart) -> None:
         # A finite output says nothing if fp32 draws in other places.
         if run.status != "nonfinite":
             run = _without_verdict(run, f"{OTHER_DRAWS} ({difference})")
-    part.report.update(msgspec.structs.replace(part.report.so_far, run=run))
+    part.report.replace_run(run)
 
 
 def _without_verdict(run: Run, why: str) -> Run:

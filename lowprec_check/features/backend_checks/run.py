@@ -37,8 +37,7 @@ def check_backend(part: PlainPart) -> None:
     try:
         checker.check(part.warnings, start)
     finally:
-        run = msgspec.structs.replace(checker.result, backend_check=checker.observed)
-        report.update(msgspec.structs.replace(so_far, run=run))
+        report.replace_run(msgspec.structs.replace(checker.result, backend_check=checker.observed))
 
 
 def check_compiler(part: PlainPart) -> None:
