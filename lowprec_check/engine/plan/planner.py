@@ -111,7 +111,8 @@ def growing_planning(source: TargetSource, isolation: Isolation | None, options:
             batches.append(stack.enter_context(open_runs(batch, settings, isolation)))
         references = [batch.reference() for batch in batches]
         if options.use_metric and references[0].metric is None:
-            why = f": {references[0].notes[-1]}" if references[0].notes else ""
+            about = [note for note in references[0].notes if note.startswith(("the metric", "metric(model)"))]
+            why = f": {about[-1]}" if about else ""
             raise UsageError(f"The metric of the fp32 model is not a finite number{why}.", "Fix the function `metric`.")
         objective = Objective(references[0], metric=options.use_metric, max_drop=options.max_drop)
         proposer = Proposer(batches, objective, Limits(seconds=options.seconds))

@@ -168,7 +168,7 @@ def _after_a_death(launcher: Launcher, task: RunTask, outcome: Outcome, again: A
             reason = outcome.reason or f"the budget of {task.call_budget:g} s ended"
             outcome.notes.append(f"{reason} {AFTER_VERDICT}")
         return outcome
-    second = again(task)
+    second = again(task.mode.simpler(task) or task)
     if second.died_in_plain_part:
         return second
     if outcome.killed_from_outside:

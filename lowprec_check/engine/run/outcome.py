@@ -45,6 +45,8 @@ class Outcome:
     """What the worker began last."""
     call: int = 1
     """The call of the plain part that was started last."""
+    called: bool = False
+    """Whether this worker made any."""
     weight_read: WeightRead | None = None
     """The weight that was read last, if weights stay in their files."""
     gaps: list[Gap] = dataclasses.field(default_factory=list)
@@ -74,7 +76,8 @@ class Outcome:
         match message:
             case Started():
                 self.started = message
-                self.call = message.call or self.call
+                if message.call is not None:
+                    self.call, self.called = message.call, True
             case RunSoFar():
                 # Op calls are sent once.
                 if self.so_far is not None and not message.run.op_calls:
@@ -138,7 +141,8 @@ class Outcome:
             return False
         if self.run is None:
             return self.ended in ("timeout", "stuck", "idle") and self.position is None
-        return self.run.exception is not None and self.run.exception.type.endswith(_NO_MEMORY)
+        exception = self.run.exception if self.called else None
+        return exception is not None and exception.type.endswith(_NO_MEMORY)
 
     @property
     def killed_from_outside(self) -> bool:
@@ -201,7 +205,8 @@ def compared_with(run: Run, fp32: Run | None) -> Run:
 def only_explained(so_far: RunSoFar, task: RunTask) -> RunSoFar:
     """What the instrumented part of ``task`` found, without the verdict."""
     fields = {name: getattr(so_far.run, name) for name in _EXPLAINED}
-    return msgspec.structs.replace(task.begun().with_fields(**fields), is_explained=so_far.is_explained)
+    begun = task.begun().with_fields(**fields)
+    return msgspec.structs.replace(begun, is_explained=so_far.is_explained, draws=so_far.draws)
 
 
 def finished(task: RunTask, outcome: Outcome) -> Run:

@@ -216,7 +216,7 @@ class PlainPart:
             self.draws = recorded or []
             self.report.note(draws=recorded != [])
         if run.status == "inaccurate" and run.random and self.is_compiled and not self.draws:
-            self.report.replace_run(_without_verdict(run, OTHER_DRAWS))
+            self.report.replace_run(_without_verdict(self.report.run, OTHER_DRAWS))
         # The output is None if what was attached to measure could change it.
         again = None
         if measured and not self.too_slow:

@@ -219,3 +219,12 @@ def test_an_isolated_function_returns_and_raises_as_a_local_one(isolation: str) 
 def test_an_unexpected_exception_in_a_worker_has_its_traceback() -> None:
     with pytest.raises(WorkerError, match="ZeroDivisionError"):
         isolated(lambda: 1 // 0, "fork", int)
+
+
+def test_a_lack_of_memory_is_of_other_tasks_only_where_the_worker_made_the_call() -> None:
+    error = ExceptionInfo(type="torch.OutOfMemoryError", message="no memory")
+    failed = msgspec.structs.replace(TASK.begun().with_fields(status="error", exception=error), is_judged=True)
+    for calls in (True, False):
+        outcome = outcome_of(*[Started(seconds=20.0, call=1)] * calls, failed)
+        outcome.reused = True
+        assert outcome.may_be_of_others == calls

@@ -547,3 +547,26 @@ def test_a_program_of_torch_export_is_in_no_training_mode() -> None:
     target = make_target(program, X)
     assert not [note for note in target.notes if "training mode" in note]
     assert [note for note in make_target(Net().train(), X).notes if "training mode" in note]
+
+
+class DrawsInHalf(nn.Module):
+    """Draws random numbers in half only, and is called as code that rounds otherwise than eager mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y + torch.rand_like(y) if y.dtype == torch.half else y
+
+
+def test_a_run_whose_verdict_is_withdrawn_keeps_its_time() -> None:
+    def rounds_otherwise(graph: Callable[..., Any], _: Any) -> Callable[..., Any]:
+        return lambda *args: [out * 1.01 for out in graph(*args)]
+
+    compiled = torch.compile(DrawsInHalf().eval(), backend=rounds_otherwise)
+    run = scan_here(compiled, torch.ones(2, 8), precisions="half", plan=False, times="on").run("half")
+    assert (run.status, run.random, run.compiled) == ("unjudged", True, True)
+    assert run.latency_ms is not None
+    assert run.setup_seconds is not None
