@@ -342,6 +342,8 @@ def _run(task: Task, connection: Connection, log: int | None, folder: str | None
         GUARDIAN.use_folder(folder)
     os.dup2(2, 1)  # what the model prints must not end up in a report on stdout
     if log is not None:
+        # Where it is enabled already, a library may have taken the signals since.
+        faulthandler.disable()
         faulthandler.enable(log)
         faulthandler.register(_PLACE_SIGNAL, file=log, all_threads=False)
     with contextlib.suppress(OSError):  # if memory runs out, Linux is to kill this process, not its parent

@@ -182,6 +182,28 @@ def test_a_worker_that_hangs_is_killed_at_its_deadline() -> None:
     assert worker.exit_code == -signal.SIGKILL
 
 
+CRASH_WITH_A_LIBRARY = """
+import faulthandler, os, signal
+from lowprec_check.process.breadcrumb import read_shared, shared_file
+from lowprec_check.process.function_worker import FunctionWorker
+from lowprec_check.process.supervisor import Supervisor
+
+faulthandler.enable()
+signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # as a library may do that reports crashes itself
+log = shared_file()
+worker = FunctionWorker(lambda channel: os.kill(os.getpid(), signal.SIGSEGV), bytes, method="fork", log=log)
+with Supervisor([worker]) as supervisor:
+    list(supervisor.events())
+print(read_shared(log).decode())
+"""
+
+
+def test_a_crash_is_logged_where_a_library_has_taken_the_signal() -> None:
+    done = subprocess.run([sys.executable, "-c", CRASH_WITH_A_LIBRARY], capture_output=True, text=True, check=True)
+    assert "Segmentation fault" in done.stdout
+    assert "most recent call first" in done.stdout
+
+
 def crashes_when_it_logs_its_place(log: int, send: SendBytes) -> None:
     send(b"1")
     signal.signal(_PLACE_SIGNAL, lambda *_: (os.write(log, b"Stack"), os.kill(os.getpid(), signal.SIGSEGV)))
