@@ -185,9 +185,7 @@ def make_plan(proposal: Proposal, proposer: Proposer, machine: dict[str, Any], n
     )
 
 
-def plan_for_scan(
-    batches: Sequence[TargetRuns], result: ScanResult, machine: dict[str, Any], name: str, *, wanted: bool | None
-) -> ScanResult:
+def plan_for_scan(batches: Sequence[TargetRuns], result: ScanResult, *, wanted: bool | None) -> ScanResult:
     """``result`` with what was tried for its failing runs, and the best plan for all batches."""
     # Unless it is asked for, the search is quick, made only if no run passed, and ends at a plan.
     runs = result.runs
@@ -204,4 +202,5 @@ def plan_for_scan(
     winner = best(proposals)
     if winner is None or winner.run is None:
         return result
-    return msgspec.structs.replace(result, runs=[*runs, winner.run], plan=make_plan(winner, proposer, machine, name))
+    plan = make_plan(winner, proposer, result.environment | {"torch": result.torch}, result.target)
+    return msgspec.structs.replace(result, runs=[*runs, winner.run], plan=plan)

@@ -21,11 +21,10 @@ from lowprec_check.engine.run.preparation import in_eager_mode, in_fp32, kernels
 from lowprec_check.engine.run.tasks import AnalysisTask, ExplainTask, RunTask, as_kept
 from lowprec_check.engine.trace.execution import Emulation
 from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
-from lowprec_check.engine.trace.journal import Instrumented
+from lowprec_check.engine.trace.journal import EXPLAINED, Instrumented
 from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.process import system
 from lowprec_check.process.breadcrumb import Breadcrumb
-from lowprec_check.schema.scan_result import Run
 
 COLD = 0.1
 """First calls longer by this part of an op's limit: fp32 is called before the limit applies."""
@@ -55,8 +54,7 @@ def explain(task: RunTask | ExplainTask, target: Target, report: Reporter, calle
 
 def add_explanation(task: AnalysisTask, report: Reporter, instrumented: Instrumented) -> None:
     """Add what the instrumented part found to the run."""
-    names = [name for name in Instrumented.__struct_fields__ if name in Run.__struct_fields__]
-    fields = {name: getattr(instrumented, name) for name in names}
+    fields = {name: getattr(instrumented, name) for name in EXPLAINED}
     fields["op_calls"] = as_kept(task, instrumented.op_calls)
     # A backend names the ops that it lacks itself.
     fields["gaps"] = report.run.gaps or instrumented.gaps

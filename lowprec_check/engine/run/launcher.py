@@ -183,7 +183,7 @@ def _after_a_death(launcher: Launcher, task: RunTask, outcome: Outcome, again: A
 
 def _in_a_fresh_interpreter(launcher: Launcher, task: RunTask, outcome: Outcome, again: Again) -> Outcome:
     """If fp32 failed in a fork, which may be to blame."""
-    if not launcher.forks or outcome.passed:
+    if not launcher.forks or not outcome.failed:
         return outcome
     # Nothing tells a fork from a fresh interpreter: no file to load again, and no threads.
     if launcher.source.reload is None and outcome.ended == "done" and not other_threads():
@@ -194,7 +194,7 @@ def _in_a_fresh_interpreter(launcher: Launcher, task: RunTask, outcome: Outcome,
         return outcome
     if fresh.run is None:
         return outcome
-    if fresh.passed:
+    if not fresh.failed:
         launcher.stop_forking()
         why, how = outcome.reason, "took too long in a forked process"
         if outcome.run is not None and outcome.run.exception is not None:

@@ -129,15 +129,13 @@ class Reporter:
         """Set ``fields`` of the run."""
         self.update(self.so_far.with_fields(**fields))
 
-    def note(self, **facts: Any) -> None:
+    def add_facts(self, **facts: Any) -> None:
         """Set facts that are not saved."""
         self.update(msgspec.structs.replace(self.so_far, **facts))
 
-    @contextlib.contextmanager
-    def faults_of(self, what: str) -> Iterator[None]:
+    def faults_of(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Send an exception as a fault and continue: the verdict has already been sent."""
-        with faults_sent(what, self.send):
-            yield
+        return faults_sent(what, self.send)
 
 
 @contextlib.contextmanager

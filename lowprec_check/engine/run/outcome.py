@@ -19,7 +19,7 @@ from lowprec_check.engine.run.messages import (
     WeightRead,
 )
 from lowprec_check.engine.run.tasks import RunTask, as_kept
-from lowprec_check.engine.trace.journal import Instrumented
+from lowprec_check.engine.trace.journal import EXPLAINED
 from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.process.breadcrumb import Position
 from lowprec_check.process.supervisor import signal_name
@@ -31,8 +31,6 @@ from lowprec_check.schema.verdict import look
 FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "SIGALRM", "SIGXCPU")
 """Signals from another process, the user or the kernel; a model that fails dies of others."""
 _NO_MEMORY = ("OutOfMemoryError", "MemoryError")
-_EXPLAINED = tuple(name for name in Instrumented.__struct_fields__ if name in Run.__struct_fields__)
-"""The fields of a run that come from its instrumented part."""
 
 
 @dataclasses.dataclass
@@ -120,11 +118,6 @@ class Outcome:
         return self.run is None or self.run.status == "error"
 
     @property
-    def passed(self) -> bool:
-        """Whether the plain part reached its end without an exception."""
-        return not self.failed
-
-    @property
     def draws(self) -> bool | None:
         """Whether its calls draw random numbers; ``None`` if unknown."""
         return self.so_far.draws if self.so_far is not None else None
@@ -204,7 +197,7 @@ def compared_with(run: Run, fp32: Run | None) -> Run:
 
 def only_explained(so_far: RunSoFar, task: RunTask) -> RunSoFar:
     """What the instrumented part of ``task`` found, without the verdict."""
-    fields = {name: getattr(so_far.run, name) for name in _EXPLAINED}
+    fields = {name: getattr(so_far.run, name) for name in EXPLAINED}
     begun = task.begun().with_fields(**fields)
     return msgspec.structs.replace(begun, is_explained=so_far.is_explained, draws=so_far.draws)
 
@@ -218,7 +211,7 @@ def finished(task: RunTask, outcome: Outcome) -> Run:
     elif run.status == "crashed":
         fields["reason"] = outcome.reason or "the process died"
     elif run.status == "timeout":
-        fields["reason"] = f"exceeded the budget of {task.call_budget:g} s{_at(outcome.line)}"
+        fields["reason"] = _why_late(task, outcome)
     if not so_far.is_explained:
         op_calls = as_kept(task, concatenate(outcome.op_calls_found))
         fields |= {"complete": not task.instrumented, "op_calls": op_calls}
@@ -242,8 +235,7 @@ def _end_of_plain_part(task: RunTask, outcome: Outcome, run: Run) -> dict[str, A
         which = f" on call {call}"
     fields = {"calls": call, "failed_call": call if call > 1 else None}
     if outcome.ended != "crashed":
-        reason = f"exceeded the budget of {task.call_budget:g} s{which}{_at(outcome.line)}"
-        return fields | {"status": "timeout", "reason": reason}
+        return fields | {"status": "timeout", "reason": _why_late(task, outcome, which)}
     # The op in which it died again op by op. That analysis is about the first call.
     place = ""
     crashes = [gap for gap in run.gaps if gap.kind == "crash"]
@@ -252,8 +244,9 @@ def _end_of_plain_part(task: RunTask, outcome: Outcome, run: Run) -> dict[str, A
     return fields | {"status": "crashed", "reason": f"{outcome.reason or 'the process died'}{which}{place}"}
 
 
-def _at(line: str | None) -> str:
-    return f", at {line}" if line else ""
+def _why_late(task: RunTask, outcome: Outcome, which: str = "") -> str:
+    where = f", at {outcome.line}" if outcome.line else ""
+    return f"exceeded the budget of {task.call_budget:g} s{which}{where}"
 
 
 def explained_by(run: Run, eager: Run) -> Run:

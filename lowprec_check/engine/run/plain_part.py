@@ -214,7 +214,7 @@ class PlainPart:
         if may_draw and run.status in ("inaccurate", "nonfinite"):
             recorded = self._record_draws()
             self.draws = recorded or []
-            self.report.note(draws=recorded != [])
+            self.report.add_facts(draws=recorded != [])
         if run.status == "inaccurate" and run.random and self.is_compiled and not self.draws:
             self.report.replace_run(_without_verdict(self.report.run, OTHER_DRAWS))
         # The output is None if what was attached to measure could change it.
@@ -229,10 +229,10 @@ class PlainPart:
                 again, _ = run_once(*self._call, task.seed)
             compared = compare_outputs(output_tensors(again), self.outputs[0])
             if compared.compared and compared.distance > 0:
-                self.report.note(self_error=compared.error)
+                self.report.add_facts(self_error=compared.error)
         if run.status == "nonfinite":
             self.rewind()
-            self.report.note(nonfinite_at=first_nonfinite(*self._call, task.seed))
+            self.report.add_facts(nonfinite_at=first_nonfinite(*self._call, task.seed))
 
     def _measure_memory(self) -> Any:
         """Send the memory of a call, and return its output."""

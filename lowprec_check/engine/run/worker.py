@@ -30,20 +30,11 @@ from lowprec_check.engine.run.messages import (
 )
 from lowprec_check.engine.run.place_log import note_model, packages_of
 from lowprec_check.engine.run.plain_part import Called
-from lowprec_check.engine.run.preparation import (
-    on_device,
-)
-from lowprec_check.engine.run.tasks import (
-    ExplainTask,
-    ModelTask,
-    RunTask,
-)
+from lowprec_check.engine.run.preparation import on_device
+from lowprec_check.engine.run.tasks import ExplainTask, ModelTask, RunTask
 from lowprec_check.errors import UsageError, first_line, message_of
 from lowprec_check.process.function_worker import Channel, Ended
 from lowprec_check.schema.axes import BACKENDS
-
-COLD = 0.1
-"""First calls longer by this part of an op's limit: fp32 is called before the limit applies."""
 
 
 def work(task: ModelTask, target: Target, send: Send, receive: Receive) -> None:

@@ -12,7 +12,7 @@ from lowprec_check.schema.base import Struct
 from lowprec_check.schema.measures import ErrorBudget, ModuleMagnitudes, RangeTrial
 from lowprec_check.schema.op_calls import OpCall, OpCalls, to_columns
 from lowprec_check.schema.run_key import Phase
-from lowprec_check.schema.scan_result import Gap, GapKind
+from lowprec_check.schema.scan_result import Gap, GapKind, Run
 from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo
 
 
@@ -50,6 +50,9 @@ class Instrumented(Struct, frozen=True, kw_only=True):
         """The result where nothing could be run."""
         return cls(complete=False, incomplete_because=why)
 
+
+EXPLAINED = tuple(name for name in Instrumented.__struct_fields__ if name in Run.__struct_fields__)
+"""The fields of a run that come from its instrumented part."""
 
 # Between two reports of op calls, in seconds.
 SECONDS = 1.0

@@ -18,8 +18,7 @@ class PlanFeature(Feature):
 
     def after_runs(self, batches: Sequence[TargetRuns], result: ScanResult, options: ScanOptions) -> ScanResult:
         """Add what was tried, and the best plan."""
-        about = result.environment | {"torch": result.torch}
-        return plan_for_scan(batches, result, about, result.target, wanted=options.plan)
+        return plan_for_scan(batches, result, wanted=options.plan)
 
 
 PLAN = PlanFeature()

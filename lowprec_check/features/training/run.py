@@ -146,15 +146,14 @@ class TrainingFeature(Feature):
         # They are tried for autocast to bf16 on the CPU, in a worker: the extension changes its
         # process for good. ``ipex.optimize`` takes weights in fp32 only, and would cast those of
         # modules that are kept in fp32.
+        if not isinstance(task.mode, Training) or run.training is None:
+            return run
         precision = PRECISIONS.get(task.precision)
         fits = any(way.trial == "own process" and way.suits(precision) for way in WAYS)
-        here = task.device == "cpu" and runs.isolation != "none"
+        here = task.device == "cpu" and runs.isolation != "none" and not task.is_reference
         plain = not task.keep_fp32 and task.memory_format == CONTIGUOUS
-        trained = run.training is not None and run.status in ("ok", "inaccurate", "nonfinite")
-        can_be_tried = trained and not task.is_reference and fits and here and plain
-        if not can_be_tried or run.training is None or not isinstance(task.mode, Training):
-            return run
-        if extension_problem() is not None:
+        trained = run.status in ("ok", "inaccurate", "nonfinite")
+        if not (fits and here and plain and trained) or extension_problem() is not None:
             return run
         extension = task.as_task(ExtensionTask, so_far=task.begun(), steps=task.mode.steps)
         outcome = runs.launcher.do(extension)

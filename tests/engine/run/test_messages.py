@@ -156,7 +156,7 @@ def test_op_calls_are_sent_once() -> None:
     report = Reporter(SO_FAR, sent.append)
     report.add(op_calls=op_calls(3))
     report.add(metric=1.0)
-    report.note(draws=True)
+    report.add_facts(draws=True)
     assert [len(message.run.op_calls) for message in sent if isinstance(message, RunSoFar)] == [3, 0, 0]
     assert outcome_of(*sent).so_far == report.so_far
     assert (report.run.metric, report.so_far.draws, len(report.run.op_calls)) == (1.0, True, 3)
