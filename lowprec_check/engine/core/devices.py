@@ -221,6 +221,8 @@ def peak_allocated(work: Callable[[], Any]) -> int:
     api: Any = profiler
     only_memory = (False, True, False, False, False)  # not shapes, stacks, FLOPs and modules
     settings = torch._C._profiler._ExperimentalConfig()
+    # What an earlier profile saw allocated, and is freed in this one, would be subtracted.
+    gc.collect()
     api._enable_profiler_legacy(api.ProfilerConfig(api.ProfilerState.CPU, *only_memory, settings))
     try:
         # torch warns of memory that was allocated before and is freed in the call.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import re
 import runpy
@@ -397,6 +398,23 @@ def test_peak_memory_counts_what_is_allocated() -> None:
         del second, third
 
     assert peak_allocated(work) == 3 * 2**20
+
+
+def test_peak_memory_leaves_out_garbage_of_an_earlier_measurement() -> None:
+    def make_garbage() -> None:
+        cycle = [torch.empty(1000)]
+        cycle.append(cycle)  # type: ignore[arg-type]
+
+    def work() -> None:
+        gc.collect()  # as Python may at any time
+        torch.empty(1000)
+
+    gc.disable()
+    try:
+        peak_allocated(make_garbage)
+        assert peak_allocated(work) == 4000
+    finally:
+        gc.enable()
 
 
 def test_the_metric_of_a_row_is_that_of_its_backend(register: Register) -> None:
