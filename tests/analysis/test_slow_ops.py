@@ -18,7 +18,7 @@ from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.engine.run.launcher import MAX_SUSPECTS, Attempts
 from lowprec_check.engine.run.mode import Mode
 from lowprec_check.engine.run.outcome import Outcome
-from lowprec_check.engine.run.tasks import ExplainTask
+from lowprec_check.engine.run.tasks import RunTask
 from lowprec_check.engine.trace import lockstep
 from lowprec_check.process import system
 from lowprec_check.process.breadcrumb import AFTER_OP, IN_OP, Position
@@ -29,8 +29,8 @@ from lowprec_check.schema.scan_result import Run
 SLOW = "mylib.slow.default"
 
 
-def a_task() -> ExplainTask:
-    return ExplainTask(
+def a_task() -> RunTask:
+    return RunTask(
         precision="half",
         device="cpu",
         mode=Mode(),

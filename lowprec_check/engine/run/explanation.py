@@ -14,15 +14,13 @@ from lowprec_check.engine.model.plain_run import run_once
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.memory_limits import allowance
 from lowprec_check.engine.run.messages import GapFound, OpCallsFound, Reporter, Send, Started
-from lowprec_check.engine.run.mode import Mode
 from lowprec_check.engine.run.output_trials import measured_shares, tried_ranges
-from lowprec_check.engine.run.plain_part import Called, Fp32Outputs
+from lowprec_check.engine.run.plain_part import Fp32Outputs
 from lowprec_check.engine.run.preparation import in_eager_mode, in_fp32, kernels_of, prepared_for
-from lowprec_check.engine.run.tasks import AnalysisTask, ExplainTask, RunTask, as_kept
+from lowprec_check.engine.run.tasks import RunTask, as_kept
 from lowprec_check.engine.trace.execution import Emulation
 from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
 from lowprec_check.engine.trace.journal import EXPLAINED, Instrumented
-from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.process import system
 from lowprec_check.process.breadcrumb import Breadcrumb
 
@@ -30,29 +28,28 @@ COLD = 0.1
 """First calls longer by this part of an op's limit: fp32 is called before the limit applies."""
 
 
-def explain(task: RunTask | ExplainTask, target: Target, report: Reporter, called: Called) -> None:
+def explain(task: RunTask, target: Target, report: Reporter, outputs: list[Tensor] | None = None) -> None:
     """Run the instrumented part; add what it found, and what it blames as plain calls show it."""
-    slow, crashed = dict[str, str](), dict[CallSite, str]()
-    failed, seconds = report.so_far.failed, task.measure_budget
-    if isinstance(task, ExplainTask):
-        slow, crashed = dict(task.slow), dict(task.crashed)
-        failed, seconds = failed or task.measure_once, task.explain_budget
+    op_seconds, measure_once = None, task.measure_once
+    if task.so_far is None:
+        measure_once = task.is_too_slow(report.so_far)
+    if report.so_far.failed or task.measure_once:
+        op_seconds = task.op_limit
     # The times of emulated kernels mean nothing.
-    measure_once = called.too_slow and task.evidence == "measured"
-    report.send(Started(seconds=seconds, op_seconds=task.op_limit if failed else None))
+    measure_once = measure_once and task.evidence == "measured"
+    report.send(Started(seconds=task.measure_budget, op_seconds=op_seconds))
     started = system.thread_time()
     with report.faults_of("instrumenting"):
-        emulation = Emulation(slow, crashed, measure_once=measure_once)
-        mode = called.mode or task.mode
-        instrumented = instrument(task, target, report.send, mode, emulation=emulation, outputs=called.outputs)
+        emulation = Emulation(dict(task.slow), dict(task.crashed), measure_once=measure_once)
+        instrumented = instrument(task, target, report.send, emulation=emulation, outputs=outputs)
         add_explanation(task, report, instrumented)
         taken = system.thread_time() - started
         with kernels_of(task):
-            for budget in measured_shares(task, target, instrumented, called.outputs, called.seconds, seconds=taken):
+            for budget in measured_shares(task, target, instrumented, outputs, report.so_far, seconds=taken):
                 report.add(budget=budget)
 
 
-def add_explanation(task: AnalysisTask, report: Reporter, instrumented: Instrumented) -> None:
+def add_explanation(task: RunTask, report: Reporter, instrumented: Instrumented) -> None:
     """Add what the instrumented part found to the run."""
     fields = {name: getattr(instrumented, name) for name in EXPLAINED}
     fields["op_calls"] = as_kept(task, instrumented.op_calls)
@@ -66,10 +63,9 @@ def add_explanation(task: AnalysisTask, report: Reporter, instrumented: Instrume
 
 
 def instrument(
-    task: AnalysisTask,
+    task: RunTask,
     target: Target,
     send: Send,
-    mode: Mode,
     *,
     emulation: Emulation,
     outputs: list[Tensor] | None = None,
@@ -106,9 +102,9 @@ def instrument(
         with prepared_for(in_fp32(task), target) as ready, contextlib.suppress(Exception):
             run_once(in_eager_mode(ready, target), target.args, target.kwargs, task.seed)
     fp32 = fp32_state(target.model)
-    with mode.explained(task, target, options) as (ready, options), kernels_of(task):
+    with task.mode.explained(task, target, options) as (ready, options), kernels_of(task):
         instrumented = run_instrumented(ready, target.args, target.kwargs, fp32, options, outputs)
-    if mode.is_forward and not task.is_reference:
+    if task.mode.is_forward and not task.is_reference:
         with kernels_of(task):
             trials = tried_ranges(task, target, instrumented)
         instrumented = msgspec.structs.replace(instrumented, range_trials=trials)

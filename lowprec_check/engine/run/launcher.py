@@ -12,7 +12,7 @@ from lowprec_check.engine.run.isolation import IDLE_SECONDS, other_threads
 from lowprec_check.engine.run.outcome import Outcome, only_explained
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.task_workers import SideBySide, execute
-from lowprec_check.engine.run.tasks import ExplainTask, ModelTask, RunTask
+from lowprec_check.engine.run.tasks import ModelTask, RunTask
 from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.errors import UsageError, WorkerError
 from lowprec_check.process import Isolation
@@ -82,7 +82,7 @@ class Launcher:
             return outcome
         again = dataclasses.replace(task, changes_parameters=task.changes_parameters or self.changes_parameters)
         so_far = outcome.so_far or task.begun()
-        attempts = Attempts(again.as_task(ExplainTask, measure_once=outcome.failed, so_far=so_far))
+        attempts = Attempts(dataclasses.replace(again, measure_once=outcome.failed, so_far=so_far))
         explanation = outcome
         if outcome.position is None or attempts.learn(outcome):
             explanation = self.do(attempts.task)
@@ -232,7 +232,7 @@ class Attempts:
     # the process died in it twice: at the same place, or elsewhere in an op that is already blamed.
     # What died once may have been killed from outside, or by something that an earlier op broke.
 
-    def __init__(self, task: ExplainTask) -> None:
+    def __init__(self, task: RunTask) -> None:
         self.task = task
         self._suspect: CallSite | None = None
         self._slow_suspect: str | None = None

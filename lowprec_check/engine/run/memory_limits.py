@@ -12,7 +12,7 @@ from torch import nn
 from lowprec_check.engine.core.devices import MemoryLimit, free_memory
 from lowprec_check.engine.core.pytree import stored
 from lowprec_check.engine.model.streamed_weights import is_in_memory
-from lowprec_check.engine.run.tasks import AnalysisTask, TaskFiles
+from lowprec_check.engine.run.tasks import RunTask, TaskFiles
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.schema.measures import Errors
@@ -52,7 +52,7 @@ class Allowance(NamedTuple):
     """What was left out and what would help, for the report."""
 
 
-def allowance(task: AnalysisTask, model: nn.Module) -> Allowance:
+def allowance(task: RunTask, model: nn.Module) -> Allowance:
     """What the instrumented part of ``task`` may compute; ``model`` is on its device, in fp32."""
     peak = task.fp32_peak
     if task.is_reference or peak is None:
@@ -89,7 +89,7 @@ def allowance(task: AnalysisTask, model: nn.Module) -> Allowance:
     return Allowance(None, None, why)
 
 
-def most_at_once(task: AnalysisTask, model: nn.Module) -> int:
+def most_at_once(task: RunTask, model: nn.Module) -> int:
     """How many complete tasks like ``task`` may run at once within the memory of a scan."""
     size, peak = ModelBytes.of(model), task.fp32_peak
     if peak is None:

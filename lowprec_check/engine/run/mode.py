@@ -7,13 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
+from torch import Tensor
+
 from lowprec_check.engine.model.prepared import Prepared, autocast_problem
 from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.run.explanation import explain
 from lowprec_check.engine.run.feature_hooks import features, measurements
 from lowprec_check.engine.run.messages import Reporter, Send, Started
-from lowprec_check.engine.run.plain_part import Called, PlainPart, judge_with_same_draws
+from lowprec_check.engine.run.plain_part import PlainPart, judge_with_same_draws
 from lowprec_check.engine.run.preparation import in_eager_mode, in_fp32, kernels_of, on_backend, prepared_for
 from lowprec_check.engine.run.process_memory import ProcessMemory
 from lowprec_check.engine.run.tasks import ModelTask, RunTask
@@ -119,8 +122,17 @@ class Mode:
         with prepared_for(task, target, snapshot) as in_precision:
             yield on_backend(task, target, in_precision)
 
-    def plain(self, task: RunTask, target: Target, report: Reporter) -> Called:
-        """Call the model as its user does, judge that, and measure it."""
+    def run(self, task: RunTask, target: Target, report: Reporter) -> None:
+        """The plain part of a run, and the instrumented part."""
+        outputs = self.plain(task, target, report)
+        if task.instrumented:
+            explain(task, target, report, outputs)
+
+    def plain(self, task: RunTask, target: Target, report: Reporter) -> list[Tensor] | None:
+        """Call the model as its user does, judge that, and measure it.
+
+        Returns the first output, if the instrumented part runs the same code.
+        """
         memory = ProcessMemory.of(task, target.model)
         with prepared_for(task, target) as in_precision, kernels_of(task), contextlib.ExitStack() as settings:
             part = PlainPart(task, target, on_backend(task, target, in_precision), report, memory)
@@ -136,7 +148,9 @@ class Mode:
         if part.draws:
             with report.faults_of("comparing with the same draws"), prepared_for(in_fp32(task), target) as in_precision:
                 judge_with_same_draws(in_eager_mode(in_precision, target), part)
-        return part.called()
+        if part.is_compiled or not part.outputs:
+            return None
+        return part.outputs[0]
 
     @contextlib.contextmanager
     def explained(self, task: ModelTask, target: Target, options: Options) -> Iterator[tuple[Prepared, Options]]:

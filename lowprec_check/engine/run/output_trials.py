@@ -14,12 +14,13 @@ from lowprec_check.analysis.error_shares import is_trusted
 from lowprec_check.engine.core.floating_dtypes import is_float, torch_dtype
 from lowprec_check.engine.core.output_comparison import compare_outputs
 from lowprec_check.engine.model.plain_run import output_tensors, run_once
+from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.engine.run.plain_part import Fp32Outputs
 from lowprec_check.engine.run.preparation import in_eager_mode, in_fp32, prepared_for
-from lowprec_check.engine.run.tasks import AnalysisTask
+from lowprec_check.engine.run.tasks import RunTask
 from lowprec_check.engine.trace.journal import Instrumented
 from lowprec_check.engine.trace.range_trials import places_to_try, try_places
 from lowprec_check.process import system
@@ -35,18 +36,20 @@ SAME = 1e-3
 
 
 def measured_shares(
-    task: AnalysisTask,
+    task: RunTask,
     target: Target,
     instrumented: Instrumented,
     outputs: Sequence[Tensor] | None,
-    call_seconds: float | None,
+    so_far: RunSoFar,
     *,
     seconds: float,
 ) -> Iterator[ErrorBudget]:
     """The error budget with one more share of modules measured, most important first."""
     budget = instrumented.budget
-    # There are no outputs of a plain call if another one would give others.
-    if outputs is None or call_seconds is None or budget is None or not (is_trusted(budget) and budget.measured):
+    if outputs is None or budget is None or not (is_trusted(budget) and budget.measured):
+        return
+    # Another call would give other outputs, or take too long.
+    if so_far.run.random or so_far.run.judged_by_one_call:
         return
     if task.is_reference or task.keep_fp32 or task.evidence == "predicted":
         return
@@ -61,7 +64,7 @@ def measured_shares(
     if worst is None or not math.isclose(errors[worst], budget.measured, rel_tol=SAME):
         return
     limit, started = SECONDS + SHARE * seconds, system.thread_time()
-    needed = OF_FAILING if budget.measured > (task.tolerance or 0.0) and call_seconds <= SLOWEST else 0
+    needed = OF_FAILING if budget.measured > (task.tolerance or 0.0) and so_far.seconds <= SLOWEST else 0
     snapshot, longest = Snapshot(target.model, target.rewound, parameters=task.changes_parameters), 0.0
     for number, modules in enumerate(_in_order(budget)):
         before = system.thread_time()
@@ -103,7 +106,7 @@ def _in_order(budget: ErrorBudget) -> list[list[str]]:
     return sorted(together.values(), key=rank, reverse=True)
 
 
-def tried_ranges(task: AnalysisTask, target: Target, instrumented: Instrumented) -> list[RangeTrial]:
+def tried_ranges(task: RunTask, target: Target, instrumented: Instrumented) -> list[RangeTrial]:
     """What each place with values out of range does alone to fp32's output, if the run fails."""
     low_format, limit = PRECISIONS.get(task.precision).format, task.tolerance or 0.0
     if not low_format.underflows:

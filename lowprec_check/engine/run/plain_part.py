@@ -9,7 +9,7 @@ import warnings
 import zlib
 from collections.abc import Sequence
 from ctypes import c_char
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -44,9 +44,6 @@ from lowprec_check.engine.trace.twins import storage_key
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Run
 
-if TYPE_CHECKING:
-    from lowprec_check.engine.run.mode import Mode
-
 SLOW = "a call takes too long to try more inputs"
 RANDOM = "the model draws random numbers"
 """Why a run that passes is not tried on other inputs."""
@@ -78,20 +75,6 @@ class Fp32Outputs(NamedTuple):
         return cls(saved["outputs"], saved["probe"] and ModuleOutput(*saved["probe"]))
 
 
-class Called(NamedTuple):
-    """What the plain part of a run, or its training, leaves for the parts after it."""
-
-    too_slow: bool
-    outputs: list[Tensor] | None = None
-    """The first output, if the instrumented part runs the same code and so must repeat it."""
-    seconds: float | None = None
-    """What a call takes, if another one gives the same, in reasonable time."""
-    mode: Mode | None = None
-    """The mode to explain the run in, if it is another one."""
-    to_explain: bool = True
-    """Whether the run is still to be explained."""
-
-
 class PlainPart:
     """Runs the plain part of ``task`` with the model ``ready``; reports what it finds."""
 
@@ -115,21 +98,11 @@ class PlainPart:
     @property
     def too_slow(self) -> bool:
         """Whether the model failed, or is too slow to be called again."""
-        so_far = self.report.so_far
-        return so_far.failed or so_far.run.judged_by_one_call or so_far.seconds > self.task.slow_seconds
+        return self.task.is_too_slow(self.report.so_far)
 
     def rewind(self) -> None:
         """Restore the state of the model, the inputs and the process from before the calls."""
         self._snapshot.rewind()
-
-    def called(self) -> Called:
-        """What it leaves for the parts after it."""
-        called = Called(self.too_slow)
-        if self.outputs and not self.is_compiled:
-            called = called._replace(outputs=self.outputs[0])
-        if not (self.report.run.random or self.report.run.judged_by_one_call):
-            called = called._replace(seconds=self.report.so_far.seconds)
-        return called
 
     @property
     def is_compiled(self) -> bool:

@@ -19,7 +19,7 @@ from lowprec_check.engine.run.outcome import Outcome, describe_position
 from lowprec_check.engine.run.place_log import model_line
 from lowprec_check.engine.run.target_source import FreshLoad, TargetSource
 from lowprec_check.engine.run.target_spec import LOAD_SECONDS
-from lowprec_check.engine.run.tasks import AnalysisTask, ExplainTask, ModelTask, RunTask
+from lowprec_check.engine.run.tasks import ModelTask, RunTask
 from lowprec_check.engine.run.worker import QUESTION, do_task, serve, work
 from lowprec_check.errors import UsageError, WorkerError
 from lowprec_check.process import Isolation, system
@@ -171,8 +171,8 @@ class _Begun:
     """A task that runs in a worker."""
 
     worker: TaskWorker
-    task: AnalysisTask
-    own: AnalysisTask
+    task: RunTask
+    own: RunTask
     """The same with files of its own."""
     files: contextlib.ExitStack
     """Closes these files."""
@@ -222,14 +222,14 @@ class SideBySide:
             if task in self._expected:
                 self._expected.remove(task)
                 self._begin(task, idle_limit)
-            elif isinstance(task, ExplainTask):
+            elif isinstance(task, RunTask) and task.so_far is not None:
                 self._begin(task, idle_limit)
             while asked := next((begun for begun in self._begun.values() if begun.task == task), None):
                 if asked.ended:
                     return self._begun.pop(asked.worker).outcome
                 self._take_next(asked)
                 # Others may begin meanwhile, if the task leaves cores idle.
-                leaves_cores = isinstance(asked.task, RunTask) or asked.threads
+                leaves_cores = asked.task.so_far is None or asked.threads
                 if self._expected and leaves_cores and not asked.ended and len(self._running) < self._at_once:
                     with contextlib.suppress(OSError, UsageError):  # it runs when it is asked for
                         self._begin(self._expected.pop(0), idle_limit)
@@ -273,7 +273,7 @@ class SideBySide:
             _report(event, sender.outcome, sender.own, self._source)
         self._note(event, sender)
 
-    def _begin(self, task: AnalysisTask, idle_limit: float) -> None:
+    def _begin(self, task: RunTask, idle_limit: float) -> None:
         with contextlib.ExitStack() as files:
             own: dict[str, int] = {}
             for name in ("breadcrumb", "log"):
@@ -333,7 +333,7 @@ class SideBySide:
         waited, begun.waited = begun.waited, max(begun.waited, worker.waited_seconds())
         if begun.beside:
             worker.deadline += begun.waited - waited
-        if begun.watched or begun.called is None or not isinstance(begun.task, RunTask):
+        if begun.watched or begun.called is None or begun.task.so_far is not None:
             return
         started, before = begun.called
         has_result = begun.outcome.run is not None

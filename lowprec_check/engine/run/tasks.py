@@ -194,9 +194,25 @@ class ModelTask:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AnalysisTask(ModelTask):
-    """How the instrumented part explains a run op by op."""
+class RunTask(ModelTask):
+    """Run the model as its user would, or train it: the plain part; then the instrumented part."""
 
+    saves_reference: bool = False
+    """Whether it is the fp32 run whose outputs are saved for the others."""
+    measured: bool = True
+    """Whether to measure time and memory; a metric is always measured."""
+    alone: bool = False
+    """Whether its process does this task only, so that what it holds is the run's."""
+    further_inputs: int | None = 0
+    """Further inputs to try, if it is measured; ``None``: as many as fit into a little time."""
+    batches: int = 1
+    """Number of batches that runs of their own try: further inputs are those after them."""
+    draws: bool = True
+    status_only: bool = False
+    """Whether nothing but the status is asked for: a call that fails is the last one."""
+
+    # -- How the instrumented part explains it op by op
+    instrumented: bool = True
     errors: Errors = "both"
     budget_error: bool = True
     """Whether to find where the output's error comes from, if both errors of ops are computed."""
@@ -209,30 +225,31 @@ class AnalysisTask(ModelTask):
     fp32_peak: int | None = None
     """Peak memory of the fp32 run in bytes, weights included."""
 
+    # -- The instrumented part alone, after a worker has died in it or was too slow
+    so_far: RunSoFar | None = None
+    """What is known of the run; ``None``: nothing, and the plain part comes first."""
+    slow: tuple[tuple[str, str], ...] = ()
+    """Ops that are not run, and why."""
+    crashed: tuple[tuple[CallSite, str], ...] = ()
+    """Where the process died twice, and how."""
+    measure_once: bool = False
+    """Whether the model failed or is slow, so that each op is run once only."""
+
+    @property
+    def part_budget(self) -> float:
+        """That of its first part."""
+        if self.so_far is not None:
+            return self.explain_budget
+        return self.call_budget
+
     @property
     def measure_budget(self) -> float:
         """Seconds for what follows the calls, until the next message must come."""
-        return max(self.call_budget, self.explain_budget)
+        return max(self.part_budget, self.explain_budget)
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunTask(AnalysisTask):
-    """Run the model as its user would, or train it: the plain part; then the instrumented part."""
-
-    saves_reference: bool = False
-    """Whether it is the fp32 run whose outputs are saved for the others."""
-    measured: bool = True
-    """Whether to measure time and memory; a metric is always measured."""
-    alone: bool = False
-    """Whether its process does this task only, so that what it holds is the run's."""
-    instrumented: bool = True
-    further_inputs: int | None = 0
-    """Further inputs to try, if it is measured; ``None``: as many as fit into a little time."""
-    batches: int = 1
-    """Number of batches that runs of their own try: further inputs are those after them."""
-    draws: bool = True
-    status_only: bool = False
-    """Whether nothing but the status is asked for: a call that fails is the last one."""
+    def is_too_slow(self, so_far: RunSoFar) -> bool:
+        """Whether the model failed, or is too slow to be called again."""
+        return so_far.failed or so_far.run.judged_by_one_call or so_far.seconds > self.slow_seconds
 
     def begun(self) -> RunSoFar:
         """What is known of the run before it starts."""
@@ -251,26 +268,7 @@ class RunTask(AnalysisTask):
         return RunSoFar(run=run)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ExplainTask(AnalysisTask):
-    """The instrumented part alone, after a worker has died in it or was too slow."""
-
-    so_far: RunSoFar
-    """What is known of the run."""
-    slow: tuple[tuple[str, str], ...] = ()
-    """Ops that are not run, and why."""
-    crashed: tuple[tuple[CallSite, str], ...] = ()
-    """Where the process died twice, and how."""
-    measure_once: bool = False
-    """Whether the model failed or is slow, so that each op is run once only."""
-
-    @property
-    def part_budget(self) -> float:
-        """That of the instrumented part."""
-        return self.explain_budget
-
-
-def as_kept(task: AnalysisTask, calls: OpCalls) -> OpCalls:
+def as_kept(task: RunTask, calls: OpCalls) -> OpCalls:
     """``calls`` as they are saved: without their times, unless these are asked for and real."""
     if task.timed and task.evidence == "measured":
         return calls

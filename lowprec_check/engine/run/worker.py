@@ -29,9 +29,8 @@ from lowprec_check.engine.run.messages import (
     encode,
 )
 from lowprec_check.engine.run.place_log import note_model, packages_of
-from lowprec_check.engine.run.plain_part import Called
 from lowprec_check.engine.run.preparation import on_device
-from lowprec_check.engine.run.tasks import ExplainTask, ModelTask, RunTask
+from lowprec_check.engine.run.tasks import ModelTask, RunTask
 from lowprec_check.errors import UsageError, first_line, message_of
 from lowprec_check.process.function_worker import Channel, Ended
 from lowprec_check.schema.axes import BACKENDS
@@ -42,23 +41,15 @@ def work(task: ModelTask, target: Target, send: Send, receive: Receive) -> None:
     task.mode.begin(target, send)
     device = torch.device(task.device)
     with own_compiled_code(autocast=task.uses_autocast), on_device(target, device), reads_forgotten(target.model):
-        if isinstance(task, (RunTask, ExplainTask)):
-            run_model(task, target, send)
-        else:
+        if not isinstance(task, RunTask):
             task.do(target, send, receive)
-
-
-def run_model(task: RunTask | ExplainTask, target: Target, send: Send) -> None:
-    """Run the plain part, the instrumented part, or both; send each result once it is known."""
-    if isinstance(task, ExplainTask):
-        report = Reporter(task.so_far, send)
-        explain(task, target, report, Called(task.measure_once))
-    else:
-        report = Reporter(task.begun(), send)
-        called = task.mode.plain(task, target, report)
-        if task.instrumented and called.to_explain:
-            explain(task, target, report, called)
-    task.mode.finish(report)
+            return
+        report = Reporter(task.so_far or task.begun(), send)
+        if task.so_far is None:
+            task.mode.run(task, target, report)
+        else:
+            explain(task, target, report)
+        task.mode.finish(report)
 
 
 # -- The process, for one task or several
@@ -119,7 +110,8 @@ def _do(task: ModelTask, load: Callable[[], Target], send: Sender) -> None:
             broken = why_broken()
             if broken is None:
                 raise
-            if isinstance(task, RunTask) and not (send.so_far and send.so_far.is_judged):
+            is_judged = send.so_far is not None and send.so_far.is_judged
+            if isinstance(task, RunTask) and task.so_far is None and not is_judged:
                 so_far = task.begun().with_fields(status="error", exception=describe_error(error, target.model))
                 send(msgspec.structs.replace(so_far, is_judged=True))
             send(PartFailed(f"the device cannot be used any more in this process: {broken}"))

@@ -21,7 +21,7 @@ from lowprec_check.engine.run.feature_hooks import Feature
 from lowprec_check.engine.run.memory_limits import gibibytes
 from lowprec_check.engine.run.messages import Reporter, Send, Started, WeightRead
 from lowprec_check.engine.run.mode import Mode
-from lowprec_check.engine.run.plain_part import Called, PlainPart
+from lowprec_check.engine.run.plain_part import PlainPart
 from lowprec_check.engine.run.preparation import prepared_for
 from lowprec_check.engine.run.target_runs import TargetRuns
 from lowprec_check.engine.run.target_source import TargetSource
@@ -116,10 +116,11 @@ class Streaming(Mode):
         if stream is not None:
             stream.on_progress = lambda name, share: send(WeightRead(name.rpartition(".")[0], share))
 
-    def plain(self, task: RunTask, target: Target, report: Reporter) -> Called:
+    def run(self, task: RunTask, target: Target, report: Reporter) -> None:
         """Judge the instrumented part's output; call the model if that may be another one."""
         if not (self.reads_once and task.instrumented and target.metric is target.compiled is None):
-            return super().plain(task, target, report)
+            super().run(task, target, report)
+            return
         report.send(Started(seconds=task.measure_budget))
         seed_everything(task.seed)
         outputs, before = list[Any](), generator_states()
@@ -130,19 +131,17 @@ class Streaming(Mode):
 
         instrumented = None
         with report.faults_of("instrumenting"):
-            instrumented = instrument(task, target, report.send, self, emulation=Emulation(), keep=keep)
+            instrumented = instrument(task, target, report.send, emulation=Emulation(), keep=keep)
         # What changes or replaces calls may change the output.
         changed = instrumented is None or instrumented.function_mode or instrumented.emulated
         if instrumented is None or changed or instrumented.gaps or instrumented.faults or not outputs:
-            called = super().plain(task, target, report)
+            self.plain(task, target, report)
         else:
             with prepared_for(task, target) as ready:
                 part = PlainPart(task, target, ready, report)
                 part.run(outputs[-1:])
-            called = part.called()
         if instrumented is not None:
             add_explanation(task, report, instrumented)
-        return called._replace(to_explain=False)
 
 
 def _estimate(stream: WeightStream, options: ScanOptions, device: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from types import MappingProxyType
 
 import msgspec
+from torch import Tensor
 
 from lowprec_check.engine.core.compiled import compiled_frames
 from lowprec_check.engine.core.installation import extension_problem
@@ -17,10 +18,10 @@ from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.run.explanation import explain
 from lowprec_check.engine.run.feature_hooks import Feature
 from lowprec_check.engine.run.messages import Receive, Reporter, Send, Started, faults_sent
 from lowprec_check.engine.run.mode import Mode
-from lowprec_check.engine.run.plain_part import Called
 from lowprec_check.engine.run.preparation import kernels_of
 from lowprec_check.engine.run.target_runs import TargetRuns
 from lowprec_check.engine.run.target_source import TargetSource
@@ -70,8 +71,14 @@ class Training(Mode):
         with in_training(task, target, snapshot) as ready:
             yield with_step(ready, TrainingStep(target, ready, ways_of(ready.precision, self.steps)[0]))
 
-    def plain(self, task: RunTask, target: Target, report: Reporter) -> Called:
-        """Train in each way; the first gives the run its status."""
+    def run(self, task: RunTask, target: Target, report: Reporter) -> None:
+        """Train in each way; a step of the first is explained op by op."""
+        outputs, way = self._trained(task, target, report)
+        if task.instrumented:
+            explain(dataclasses.replace(task, mode=dataclasses.replace(self, way=way)), target, report, outputs)
+
+    def _trained(self, task: RunTask, target: Target, report: Reporter) -> tuple[list[Tensor] | None, WayToTrain]:
+        """Train in each way. The first gives the status: what it computed, and how it trained."""
         reference = None
         if not task.saves_reference:
             reference = TrainingReference.load(task.files)
@@ -92,7 +99,7 @@ class Training(Mode):
             with report.faults_of("comparing the ways to train"):
                 part.compare_ways()
         outputs = part.outputs if compiled_frames() == frames else None  # compiled code rounds differently
-        return Called(part.too_slow, outputs, mode=dataclasses.replace(self, way=part.explained))
+        return outputs, part.explained
 
     @contextlib.contextmanager
     def explained(self, task: ModelTask, target: Target, options: Options) -> Iterator[tuple[Prepared, Options]]:
