@@ -27,11 +27,12 @@ from lowprec_check.report.blocks import (
     Table,
     cell_text,
 )
+from lowprec_check.report.feature_parts import sections
 from lowprec_check.report.fix_blocks import fix_blocks
 from lowprec_check.report.foreign_text import visible
 from lowprec_check.report.layout.html import fragment
 from lowprec_check.report.plan import kept_modules
-from lowprec_check.report.runs_table import extra_blocks, runs_table
+from lowprec_check.report.runs_table import runs_table
 from lowprec_check.report.training_blocks import training_blocks
 from lowprec_check.schema.precisions import LOW_FORMATS
 from lowprec_check.schema.scan_result import ScanResult
@@ -81,7 +82,7 @@ def scan_document(result: ScanResult) -> Document:
         blocks += [Say(cause.text, cause.tone, "item", ", ".join(cause.runs)) for cause in causes]
     if result.fixing is not None:
         blocks += fix_blocks(result.fixing, heading=True)
-    blocks += [*extra_blocks(result), *_findings(result), *_shares(result)]
+    blocks += [*sections("causes", result, said), *_findings(result), *_shares(result)]
     blocks += [Heading("About this scan", anchor=CONDITIONS, detail="all"), *_about(result, said)]
     return Document(result.target, blocks, result.tool, tuple(_advice(result, said)))
 

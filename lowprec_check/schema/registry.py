@@ -14,6 +14,7 @@ import difflib
 import functools
 import importlib
 import importlib.metadata
+import importlib.util
 import pkgutil
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,6 +24,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from lowprec_check.errors import UsageError, message_of, type_name
 
 ENTRY_POINTS = "lowprec_check.axes"
+FEATURES = "lowprec_check.features"
 _KINDS = ("Precision", "Backend", "Device", "ReportFormat", "WhatIfFormat", "WayToTrain")
 """The classes of what other packages add; by name, since their modules import this one."""
 
@@ -40,12 +42,27 @@ class Named(Protocol):
 
 
 Item = TypeVar("Item", bound=Named)
+Value = TypeVar("Value")
 
 
 def modules_in(package: str) -> list[ModuleType]:
     """Import and return every module of a package, by name."""
     path = importlib.import_module(package).__path__
     return [importlib.import_module(f"{package}.{module.name}") for module in pkgutil.iter_modules(path)]
+
+
+@functools.cache
+def modules_of_features(name: str) -> tuple[ModuleType, ...]:
+    """Import and return the module called ``name`` of each feature that has one, by feature."""
+    folders = pkgutil.iter_modules(importlib.import_module(FEATURES).__path__)
+    paths = [f"{FEATURES}.{folder.name}.{name}" for folder in folders]
+    return tuple(importlib.import_module(path) for path in paths if importlib.util.find_spec(path) is not None)
+
+
+def objects_of_features(name: str, kind: type[Value]) -> list[Value]:
+    """The objects of a ``kind`` that features define in their modules called ``name``."""
+    values = [value for module in modules_of_features(name) for value in vars(module).values()]
+    return [value for value in values if isinstance(value, kind)]
 
 
 def objects_in(package: str, kind: type[Item]) -> list[Item]:

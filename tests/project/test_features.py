@@ -59,11 +59,15 @@ def test_a_feature_says_what_it_adds_and_by_which_hooks(feature: str) -> None:
     hooks = set(re.findall(r"\n    def (\w+)\(self, (?:source|runs|batches|options)", code)) | (
         {"measurements"} if "measurements = (" in code else set()
     )
-    assert set(re.findall(r"^- `(\w+)`", text, re.MULTILINE)) == hooks & set(HOOKS)
+    parts = {part for part in PARTS if (PACKAGE / "features" / feature / part).exists()}
+    assert set(re.findall(r"^- `([\w.]+)`", text, re.MULTILINE)) == hooks & set(HOOKS) | parts
 
 
 HOOKS = ("mode", "measurements", "after_reference", "beside", "after_run", "timed", "after_runs")
 """The hooks of a feature, in the order of a scan."""
+
+PARTS = ("rules.py", "statements.py", "report.py")
+"""The other modules of a feature that are found by their names."""
 
 
 TOY = """
@@ -88,18 +92,50 @@ class Toy(Feature):
 TOY = Toy()
 """
 
+TOY_PARTS = {
+    "rules.py": """
+from lowprec_check.analysis.rules.registry import Finding, rule
+from lowprec_check.schema.statements import plain
+
+
+@rule("LP999", "toy", "note")
+def toy(result):
+    yield Finding(plain("the toy is a toy"))
+""",
+    "statements.py": """
+from lowprec_check.analysis.statements.kinds import per_scan
+from lowprec_check.schema.statements import plain
+
+
+@per_scan("toy", "inputs", after="scope")
+def toy(result):
+    yield plain("with a toy")
+""",
+    "report.py": """
+from lowprec_check.report.blocks import Column, Say
+from lowprec_check.report.feature_parts import RunColumn, Section
+
+TOYS = RunColumn("output error", Column("toys"), lambda run, result: "3 toys")
+TOY = Section("causes", lambda result, said: [Say("A toy is beside the scan.")])
+""",
+}
+
 
 def test_a_feature_is_one_folder(tmp_path: Path) -> None:
-    """A new folder is all that a new measurement takes."""
+    """A new folder is all that a new measurement takes, with what is found, said and shown of it."""
     shutil.copytree(PACKAGE, tmp_path / "lowprec_check", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "catalog", tmp_path / "catalog")
     folder = tmp_path / "lowprec_check" / "features" / "toy"
     folder.mkdir()
     (folder / "__init__.py").write_text("")
     (folder / "run.py").write_text(TOY)
+    for part, text in TOY_PARTS.items():
+        (folder / part).write_text(text)
     code = "import torch, lowprec_check\nmodel, x = torch.nn.Linear(4, 4).eval(), torch.ones(2, 4)\n"
     code += "result = lowprec_check.scan(model, x, precisions='bfloat16', times='off', plan=False, isolation='none')\n"
     code += "print(lowprec_check.__file__, result.runs[1].notes, result.model.notes)\n"
+    code += "print([d.code for d in result.diagnostics], [s.kind for s in result.statements])\n"
+    code += "from lowprec_check.report.registry import FORMATS\nprint(FORMATS.get('text').render(result))\n"
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
@@ -108,6 +144,10 @@ def test_a_feature_is_one_folder(tmp_path: Path) -> None:
     assert str(tmp_path) in done.stdout
     assert "toy saw 3 outputs" in done.stdout
     assert "toy saw 2 runs" in done.stdout
+    assert "'LP999'" in done.stdout
+    assert "'scope', 'toy'" in done.stdout
+    assert "output error  toys" in done.stdout
+    assert "A toy is beside the scan." in done.stdout
 
 
 # -- How far it is from a scan to the model, and how little is sent between

@@ -88,12 +88,17 @@ VIEWS = ("cli", "report", "schema")
 """``cli/x`` is the command of x, ``report/x`` shows it, ``schema/x`` is what is saved of it: one thing, one name."""
 
 
+FEATURE_PARTS = ("run.py", "rules.py", "statements.py", "report.py")
+"""The modules of a feature that are found by their names."""
+
+
 def modules_by_name() -> Iterator[tuple[str, str]]:
-    """Each module and each package: its name and where it lies, but for features and their ``run``."""
+    """Each module and each package: its name and where it lies, but for features and their parts."""
     features = PACKAGE / "features"
     for path in FILES:
         named = path.parent if path.name == "__init__.py" else path
-        if named != PACKAGE and named.parent != features and path.name != "run.py":
+        is_part = path.is_relative_to(features) and path.name in FEATURE_PARTS
+        if named != PACKAGE and named.parent != features and not is_part:
             yield named.stem, inside(named.parent)
 
 

@@ -24,7 +24,7 @@ from lowprec_check.catalog.records import LOW
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.axes import device_type
 from lowprec_check.schema.op_calls import OpCall, OpCalls
-from lowprec_check.schema.registry import modules_in
+from lowprec_check.schema.registry import modules_in, modules_of_features
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Diagnostic, Gap, Run, ScanResult, Severity
 from lowprec_check.schema.statements import Sentence, chained, plain, say
@@ -128,8 +128,9 @@ _RULES: dict[str, Rule] = {}
 
 @functools.cache
 def rules() -> Mapping[str, Rule]:
-    """Every rule by code, sorted; all modules of this package are loaded first."""
+    """Every rule by code, sorted; all modules of this package are loaded first, and features'."""
     modules_in(__name__.rpartition(".")[0])
+    modules_of_features("rules")
     return dict(sorted(_RULES.items()))
 
 

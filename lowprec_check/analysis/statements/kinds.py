@@ -3,7 +3,8 @@
 A kind is a function with a decorator: ``@per_run("ablation", "error", …)`` for what is said of one
 run, which is joined over the runs of which the same words are true, or
 ``@per_scan("inputs", "inputs", …)`` for what is said once. It returns a
-:class:`~lowprec_check.schema.statements.Sentence`, alone or with its tone, or ``None``.
+:class:`~lowprec_check.schema.statements.Sentence`, alone or with its tone, or ``None``. A feature
+has kinds in its module ``statements``, each ``after`` one of this package.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lowprec_check.analysis.run_summary import label
-from lowprec_check.schema.registry import modules_in
+from lowprec_check.schema.registry import modules_in, modules_of_features
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import About, Evidence, Sentence, Statement, Tone, join, joined
 
@@ -43,6 +44,7 @@ class Kind(NamedTuple):
     summary: str  # the first line of its docstring
     evidence: Evidence
     is_per_run: bool
+    after: str | None  # of a feature: the kind of the core that it follows
     make: Callable[..., Any]
 
 
@@ -50,26 +52,28 @@ _KINDS: dict[str, Kind] = {}
 
 
 def per_run(
-    name: str, about: About, *, evidence: Evidence = "measured"
+    name: str, about: About, *, evidence: Evidence = "measured", after: str | None = None
 ) -> Callable[[Callable[[Run, ScanResult], Made]], Callable[[Run, ScanResult], Made]]:
     """Register what is said of a run; the function gets the run and the result."""
-    return _registered(name, about, evidence, is_per_run=True)
+    return _registered(name, about, evidence, after, is_per_run=True)
 
 
 def per_scan(
-    name: str, about: About, *, evidence: Evidence = "measured"
+    name: str, about: About, *, evidence: Evidence = "measured", after: str | None = None
 ) -> Callable[[Callable[[ScanResult], Iterable[Made]]], Callable[[ScanResult], Iterable[Made]]]:
     """Register what is said of the whole scan; the function yields any number of sentences."""
-    return _registered(name, about, evidence, is_per_run=False)
+    return _registered(name, about, evidence, after, is_per_run=False)
 
 
-def _registered(name: str, about: About, evidence: Evidence, *, is_per_run: bool) -> Callable[[Any], Any]:
+def _registered(
+    name: str, about: About, evidence: Evidence, after: str | None, *, is_per_run: bool
+) -> Callable[[Any], Any]:
     def register(make: Any) -> Any:
         if name in _KINDS:
             raise ValueError(f"the kind {name} is registered twice")
         first_paragraph = (make.__doc__ or "").partition("\n\n")[0]
         summary = " ".join(first_paragraph.split())
-        _KINDS[name] = Kind(name, about, summary, evidence, is_per_run, make)
+        _KINDS[name] = Kind(name, about, summary, evidence, is_per_run, after, make)
         return make
 
     return register
@@ -77,9 +81,18 @@ def _registered(name: str, about: About, evidence: Evidence, *, is_per_run: bool
 
 @functools.cache
 def kinds() -> Mapping[str, Kind]:
-    """Every kind by its name, in order; modules of this package are loaded first."""
+    """Every kind by its name, in order; modules of this package are loaded first, and features'."""
     modules_in(__name__.rpartition(".")[0])
-    return dict(_KINDS)
+    modules_of_features("statements")
+    core = [name for name, kind in _KINDS.items() if kind.after is None]
+
+    def place(kind: Kind) -> tuple[int, str]:
+        """Kinds of several features after one of the core come in the order of their modules."""
+        if kind.after is None:
+            return core.index(kind.name), ""
+        return core.index(kind.after), kind.make.__module__
+
+    return {kind.name: kind for kind in sorted(_KINDS.values(), key=place)}
 
 
 def statements(result: ScanResult) -> list[Statement]:

@@ -14,10 +14,9 @@ from lowprec_check.analysis.run_summary import (
     missing_kernels,
     on_which_call,
     part_of_tolerance,
-    reference_of,
     shorten,
 )
-from lowprec_check.analysis.speed import failure_while_timed, is_faster, launch_bound, speed
+from lowprec_check.analysis.speed import is_faster, speed
 from lowprec_check.analysis.statements.kinds import Made, Said, per_run, warn_if
 from lowprec_check.analysis.training_status import diverges, first_way, in_phase, nonfinite, when_raised
 from lowprec_check.schema.backend_checks import CompilerRemark
@@ -265,23 +264,3 @@ def compared_module(run: Run, result: ScanResult) -> Made:
     is_judged = run.status == "ok" and not degenerate_output(run, result.runs)
     module = run.compared_module if is_judged else None
     return say_if(module is not None, "compared by the output of {module:module}", module=module)
-
-
-@per_run("failed-while-timed", "times")
-def while_timed(run: Run, result: ScanResult) -> Made:
-    """A run that passed, and failed when its times were taken."""
-    note, counts = failure_while_timed(run), run.status == "ok" or run.is_reference
-    if not note or not counts or reference_of(result.runs) is None:
-        return None
-    return plain(note)
-
-
-@per_run("launch-bound", "times")
-def launched_too_slowly(run: Run, result: ScanResult) -> Made:
-    """A run whose accelerator waits for the host, so that 16 bits cannot make it faster."""
-    if run.latency is None or not launch_bound(run):
-        return None
-    hint = "faster kernels hardly help; CUDA graphs, torch.compile or a larger batch do"
-    words = f"launch-bound: {{host:ms}} of {{call:ms}} on the host, {{device:ms}} on the device: {hint}"
-    call, host, device = run.latency.median_ms, run.latency.host_ms or 0.0, run.latency.device_ms or 0.0
-    return Said(say(words, host=min(host, call), call=call, device=device), "warn")

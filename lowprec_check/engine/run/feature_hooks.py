@@ -7,14 +7,12 @@ A feature is a folder in :mod:`lowprec_check.features`, whose module ``run`` has
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
-import pkgutil
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from lowprec_check.schema.measures import TimingConditions
 from lowprec_check.schema.options import ScanOptions
+from lowprec_check.schema.registry import objects_of_features
 from lowprec_check.schema.scan_result import Run, ScanResult
 
 if TYPE_CHECKING:
@@ -24,8 +22,6 @@ if TYPE_CHECKING:
     from lowprec_check.engine.run.target_runs import TargetRuns
     from lowprec_check.engine.run.target_source import TargetSource
     from lowprec_check.engine.run.tasks import RunTask
-
-FEATURES = "lowprec_check.features"
 
 
 class Measurement(NamedTuple):
@@ -82,13 +78,7 @@ class Feature:
 @functools.cache
 def features() -> tuple[Feature, ...]:
     """All features, in their order."""
-    all_features: list[Feature] = []
-    for folder in pkgutil.iter_modules(importlib.import_module(FEATURES).__path__):
-        name = f"{FEATURES}.{folder.name}.run"
-        if importlib.util.find_spec(name) is not None:
-            module = importlib.import_module(name)
-            all_features += [value for value in vars(module).values() if isinstance(value, Feature)]
-    return tuple(sorted(all_features, key=lambda feature: feature.place))
+    return tuple(sorted(objects_of_features("run", Feature), key=lambda feature: feature.place))
 
 
 def measurements() -> list[Measurement]:

@@ -11,16 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from lowprec_check.analysis.speed import (
+from lowprec_check.analysis.speed import TOLD, judged, waits_for_host
+from lowprec_check.features.times.speedups import (
     FEW,
-    TOLD,
     Rounds,
     Turn,
-    judged,
     latency_of_rounds,
     rather_on_one_core,
     speedup_in_rounds,
-    waits_for_host,
 )
 from lowprec_check.process import system
 from lowprec_check.schema.base import Struct

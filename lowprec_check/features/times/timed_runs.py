@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from lowprec_check.analysis.run_summary import candidates, passes_all
-from lowprec_check.analysis.speed import FAILED_WHILE_TIMED, ONE_CALL, TOLD, latency_outside_rounds, waits_for_host
+from lowprec_check.analysis.speed import FAILED_WHILE_TIMED, TOLD, waits_for_host
 from lowprec_check.engine.core.devices import free_memory
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.run.feature_hooks import TimedRuns
@@ -30,6 +30,7 @@ from lowprec_check.errors import UsageError
 from lowprec_check.features.times import rounds
 from lowprec_check.features.times.instance_times import INSTANCE_SECONDS, InstanceTask
 from lowprec_check.features.times.rounds import LONG_SECONDS, NextTurn, RoundSchedule, TurnFailed, Turns, TurnTimed
+from lowprec_check.features.times.speedups import ONE_CALL, latency_outside_rounds
 from lowprec_check.features.times.turns import TimeTask, TurnsTask
 from lowprec_check.process.function_worker import Ended, Method
 from lowprec_check.process.supervisor import StateEvent, Supervisor

@@ -22,9 +22,9 @@ from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.quantize import library as libraries
 from lowprec_check.engine.run.model_info import describe_target
 from lowprec_check.engine.run.preparation import OnBackend
+from lowprec_check.features.backend_checks.report import quantized_layers
 from lowprec_check.report.blocks import Table, cell_text
 from lowprec_check.report.registry import render
-from lowprec_check.report.runs_table import extra_blocks
 from lowprec_check.schema.axes import BACKENDS, Example
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import RunKey
@@ -196,7 +196,7 @@ def test_reports_show_the_worst_layers() -> None:
     result = scan(nn.Linear(4, 2).eval(), torch.ones(3, 4), precisions="bfloat16", isolation="none")
     run = Run(precision="fp32", backend="int8", device="cpu", status="ok", layer_errors=layers)
     result = msgspec.structs.replace(result, runs=[*result.runs, run])
-    _, table = extra_blocks(result)
+    _, table = quantized_layers(result, [])
     assert isinstance(table, Table)
     shown = [[cell_text(v, c.type) for v, c in zip(row.cells, table.columns, strict=True)] for row in table.rows]
     assert shown[0] == ["fp32 · int8", "the model itself", "linear", "–", "5.0e-01"]

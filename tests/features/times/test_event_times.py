@@ -15,11 +15,12 @@ from helpers import CPU
 from shared_result import shared_result
 from torch import Tensor, nn
 
-from lowprec_check.analysis.speed import Turn, latency_of_rounds, launch_bound
+from lowprec_check.analysis.speed import launch_bound
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.features.times import event_times
 from lowprec_check.features.times.event_times import EventCalls
+from lowprec_check.features.times.speedups import Turn, latency_of_rounds
 from lowprec_check.schema.precisions import PRECISIONS
 
 RESULT = shared_result()

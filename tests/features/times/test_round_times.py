@@ -10,7 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowprec_check.analysis.speed import (
+from lowprec_check.engine.model import call_times
+from lowprec_check.engine.model.call_times import CallTimes
+from lowprec_check.features.times.rounds import ENOUGH, MORE, MOST, RoundSchedule, TurnFailed, TurnTimed
+from lowprec_check.features.times.speedups import (
     FEW,
     ONE_CALL,
     Rounds,
@@ -19,9 +22,6 @@ from lowprec_check.analysis.speed import (
     latency_outside_rounds,
     speedup_of,
 )
-from lowprec_check.engine.model import call_times
-from lowprec_check.engine.model.call_times import CallTimes
-from lowprec_check.features.times.rounds import ENOUGH, MORE, MOST, RoundSchedule, TurnFailed, TurnTimed
 from lowprec_check.process import system
 from lowprec_check.schema.measures import Speedup
 

@@ -1,17 +1,37 @@
-"""What the times of a scan rest on: rounds, what disturbed them, and why a speed cannot be told."""
+"""What times rest on: rounds, what disturbed or ended them, and why a speed cannot be told."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from lowprec_check.analysis.run_summary import reference_of
-from lowprec_check.analysis.speed import CHANGED, cores_were_used, in_turns, speed
+from lowprec_check.analysis.speed import CHANGED, cores_were_used, failure_while_timed, in_turns, launch_bound, speed
 from lowprec_check.analysis.statements.kinds import Made, Said, per_run, per_scan
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import chained, plain, say, say_if
 
 
-@per_scan("rounds", "times")
+@per_run("failed-while-timed", "times", after="compared-module")
+def while_timed(run: Run, result: ScanResult) -> Made:
+    """A run that passed, and failed when its times were taken."""
+    note, counts = failure_while_timed(run), run.status == "ok" or run.is_reference
+    if not note or not counts or reference_of(result.runs) is None:
+        return None
+    return plain(note)
+
+
+@per_run("launch-bound", "times", after="compared-module")
+def launched_too_slowly(run: Run, result: ScanResult) -> Made:
+    """A run whose accelerator waits for the host, so that 16 bits cannot make it faster."""
+    if run.latency is None or not launch_bound(run):
+        return None
+    hint = "faster kernels hardly help; CUDA graphs, torch.compile or a larger batch do"
+    words = f"launch-bound: {{host:ms}} of {{call:ms}} on the host, {{device:ms}} on the device: {hint}"
+    call, host, device = run.latency.median_ms, run.latency.host_ms or 0.0, run.latency.device_ms or 0.0
+    return Said(say(words, host=min(host, call), call=call, device=device), "warn")
+
+
+@per_scan("rounds", "times", after="not-called")
 def rounds(result: ScanResult) -> Iterator[Made]:
     """In how many rounds runs were timed in turns with fp32, and how far fp32's calls varied."""
     reference = reference_of(result.runs)
@@ -46,7 +66,7 @@ def rounds(result: ScanResult) -> Iterator[Made]:
     yield chained(times, varied, between=", ")
 
 
-@per_scan("other-programs", "times")
+@per_scan("other-programs", "times", after="not-called")
 def other_programs(result: ScanResult) -> Iterator[Made]:
     """What disturbed the times of all runs."""
     conditions = result.timing_conditions
@@ -61,7 +81,7 @@ def other_programs(result: ScanResult) -> Iterator[Made]:
         yield Said(say(words, factor=speed_change), "warn")
 
 
-@per_run("one-core", "times")
+@per_run("one-core", "times", after="not-called")
 def one_core(run: Run, result: ScanResult) -> Made:
     """A run that was compared with fp32 on one core, where other programs disturb less."""
     speedup = in_turns(run)
@@ -70,7 +90,7 @@ def one_core(run: Run, result: ScanResult) -> Made:
     return Said(plain("compared with fp32 on one core, since other programs used the others"), "warn")
 
 
-@per_run("one-call", "times")
+@per_run("one-call", "times", after="not-called")
 def one_call(run: Run, result: ScanResult) -> Made:
     """A run whose speed is that of one call, or the fastest of a few, instead of rounds."""
     speedup = in_turns(run)
@@ -89,7 +109,7 @@ def one_call(run: Run, result: ScanResult) -> Made:
     return Said(chained(call, say_if(why, "{text:text}", text=why), between=": "), "warn")
 
 
-@per_run("noisy", "times")
+@per_run("noisy", "times", after="not-called")
 def noisy(run: Run, result: ScanResult) -> Made:
     """A run whose speed cannot be told."""
     if run.status == "skipped" or run.is_reference or run.latency is None or speed(run, result.runs).told != "noisy":
