@@ -49,10 +49,11 @@ from verdict_breadth import (
 )
 
 from lowprec_check.analysis.error_shares import main_causes, trusted_budget
+from lowprec_check.engine.machine import Machine
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.run.target_runs import open_runs
 from lowprec_check.engine.run.target_source import TargetSource
-from lowprec_check.engine.run.tasks import RunOptions
+from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.scan_result import Run
 
 sys.path.insert(0, str(ROOT / "tests"))
@@ -165,7 +166,7 @@ def generated(number: int, seed: int) -> list[Case]:
 def analyzed(model: nn.Module, inputs: Inputs) -> Iterator[tuple[str, Run]]:
     """The analyzed run of each precision."""
     source = TargetSource(make_target(model, inputs))
-    with open_runs(source, RunOptions(budget=300), "none") as runs:
+    with open_runs(source, ScanOptions(budget=300), Machine(environment={"device": "cpu"}), "none") as runs:
         runs.reference()
         for precision in PRECISIONS:
             yield precision, runs.run(precision, measured=False)

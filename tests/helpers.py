@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
 import lowprec_check
+from lowprec_check.engine.machine import Machine
 from lowprec_check.engine.model.plain_run import PlainCalls
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.model.snapshot import Snapshot
+from lowprec_check.engine.model.target import make_target
+from lowprec_check.engine.run.target_runs import TargetRuns, open_runs
+from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
 from lowprec_check.engine.trace.journal import Instrumented
 from lowprec_check.engine.trace.plain_modes import withholding
 from lowprec_check.report.layout.text import text
 from lowprec_check.report.scan_document import scan_document
+from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.scan_result import Run, ScanResult
 
@@ -31,6 +37,12 @@ def screen_of(result: ScanResult, *, width: int = 100, verbose: bool = False) ->
 def scan_here(model: nn.Module, inputs: Any, **options: Any) -> ScanResult:
     """A scan in this process, without times unless ``options`` ask for them: a quarter of the work in workers."""
     return lowprec_check.scan(model, inputs, **{"isolation": "none", "times": "off", **options})
+
+
+def runs_here(model: nn.Module, inputs: Any, **options: Any) -> AbstractContextManager[TargetRuns]:
+    """Makes the runs of a scan in this process one by one, without further inputs."""
+    source, machine = TargetSource(make_target(model, inputs)), Machine(environment={"device": "cpu"})
+    return open_runs(source, ScanOptions(further_inputs=0, **options), machine, "none")
 
 
 DEFAULT = Options()

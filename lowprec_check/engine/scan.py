@@ -16,25 +16,24 @@ from lowprec_check.analysis.fixes.source_text import texts_of_lines
 from lowprec_check.analysis.rules.registry import check_codes
 from lowprec_check.analysis.run_summary import vanishes
 from lowprec_check.catalog.versions import release_of
-from lowprec_check.engine.machine import Machine, machine_for, prepared_runs, version
+from lowprec_check.engine.machine import machine_for, prepared_runs, version
 from lowprec_check.engine.model.prepared import application_of
 from lowprec_check.engine.model.target import Calibration, make_target
 from lowprec_check.engine.model.training import MakeOptimizer
 from lowprec_check.engine.run.feature_hooks import features
 from lowprec_check.engine.run.isolation import check_isolation
-from lowprec_check.engine.run.mode import Mode, mode_of
+from lowprec_check.engine.run.mode import mode_of
 from lowprec_check.engine.run.model_info import describe_target
 from lowprec_check.engine.run.target_runs import open_batches
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.target_spec import OnProgress
-from lowprec_check.engine.run.tasks import RunOptions
 from lowprec_check.engine.trace.plain_modes import parse_withheld
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.schema.axes import backend_notes, replaced
 from lowprec_check.schema.called_with import called_with
 from lowprec_check.schema.options import Names, ScanOptions, option
-from lowprec_check.schema.precisions import LOW_FORMATS, PRECISIONS
+from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE
 from lowprec_check.schema.scan_result import Run, ScanResult
 
@@ -124,17 +123,16 @@ def growing_scan(
         lambda: machine_for(options.device_name, options.torch_version, predict=options.predict),
     )
     mode = mode_of(source, options, machine)
-    settings = run_options(options, machine, mode)
     mode.load()
     with contextlib.ExitStack() as stack:
-        batches = stack.enter_context(open_batches(source, options.batches, settings, isolation))
+        batches = stack.enter_context(open_batches(source, options, machine, isolation, mode))
         mode.announce(source, options, machine.runs_on)
         fp32 = batches[0].reference()
         # The output of many models vanishes with initial weights, and fp16 cannot be judged: then
         # the weights are scaled, and fp32 runs again on the new target.
         if mode.is_forward and vanishes(fp32) and source.scale_weights(options.seed, fp32.output_rms or 0.0):
             stack.close()
-            batches = stack.enter_context(open_batches(source, options.batches, settings, isolation))
+            batches = stack.enter_context(open_batches(source, options, machine, isolation, mode))
             fp32 = batches[0].reference()
         for feature in features():
             feature.after_reference(batches, fp32)
@@ -199,29 +197,3 @@ def check_options(options: ScanOptions) -> None:
         release_of(options.torch_version)
     parse_withheld(options.without_kernel)
     check_codes([*options.select, *options.ignore])
-
-
-def run_options(options: ScanOptions, machine: Machine, mode: Mode) -> RunOptions:
-    """The options of each run on ``machine``, in ``mode``."""
-    slow_formats: frozenset[str] = frozenset()
-    if not options.thorough and mode.evidence == "measured":
-        names = (low.short for low in LOW_FORMATS)
-        slow_formats = frozenset(name for name in names if machine.environment[f"{name}_accelerated"] is False)
-    return RunOptions(
-        device=machine.runs_on,
-        mode=mode,
-        budget=options.budget,
-        errors=options.errors,
-        budget_error=options.budget_error != "off",
-        limits_memory=options.budget_error != "on",
-        reference=options.reference,
-        tolerance=options.tolerance,
-        seed=options.seed,
-        without_kernel=tuple(options.without_kernel),
-        scenario=options.scenario,
-        further_inputs=options.further_inputs,
-        batches=options.batches,
-        timed=options.times == "on",
-        process_memory=options.names_of("backends") != [EAGER],
-        slow_formats=slow_formats,
-    )

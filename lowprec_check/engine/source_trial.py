@@ -23,6 +23,7 @@ from lowprec_check.engine.core.output_comparison import digest_of
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.source_location import is_own_file
 from lowprec_check.engine.core.tensor_comparison import ratio
+from lowprec_check.engine.machine import Machine
 from lowprec_check.engine.model.plain_run import judge, output_tensors, run_once
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.model.script_steps import made_steps
@@ -34,7 +35,6 @@ from lowprec_check.engine.run.isolation import isolated, isolation_on
 from lowprec_check.engine.run.preparation import on_device
 from lowprec_check.engine.run.target_runs import open_runs
 from lowprec_check.engine.run.target_source import TargetSource
-from lowprec_check.engine.run.tasks import RunOptions
 from lowprec_check.process import Isolation
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.precisions import PRECISIONS
@@ -57,19 +57,11 @@ class PlainTrial:
 
     def __call__(self, source: TargetSource, isolation: Isolation | None, options: ScanOptions) -> Grown:
         """What was found."""
-        settings = RunOptions(
-            device=self.fp32.device,
-            budget=options.budget,
-            tolerance=options.tolerance,
-            seed=options.seed,
-            without_kernel=tuple(options.without_kernel),
-            further_inputs=options.further_inputs,
-            timed=False,
-        )
-        device, trial, measured = settings.device, SourceTrial(), self.goal != "glance"
+        device, trial, measured = self.fp32.device, SourceTrial(), self.goal != "glance"
         isolation = isolation or (isolation_on(device, source.best_on(device)) if self.apart else "none")
         source.isolated_by(isolation)
-        with open_runs(source, settings, isolation) as runs:
+        machine = Machine(environment={"device": device})
+        with open_runs(source, options, machine, isolation) as runs:
             runs.reference(None if measured else self.fp32, instrumented=False)
             plain = [runs.run(n, measured=measured, instrumented=False) for n in options.names_of("precisions")]
             # A step is a proof if all pass on the given inputs; else what fails is analyzed.

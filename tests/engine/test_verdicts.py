@@ -16,19 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import scan_here
+from helpers import runs_here, scan_here
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowprec_check import render, scan
 from lowprec_check.analysis.statements.advice import verdict
 from lowprec_check.analysis.statements.status import why
-from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.plan.apply import apply
 from lowprec_check.engine.plan.planner import find_plan
-from lowprec_check.engine.run.target_runs import open_runs
-from lowprec_check.engine.run.target_source import TargetSource
-from lowprec_check.engine.run.tasks import RunOptions
 from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
@@ -1068,7 +1064,7 @@ class CountsCalls(Wrapped):
 
 def runs_of_trials(model: nn.Module, calls: Path, precision: str, *, after_base: bool) -> tuple[Run, int]:
     """The run of a trial that keeps the first layer in fp32, and how many calls it made."""
-    with open_runs(TargetSource(make_target(model, X)), RunOptions(), "none") as runs:
+    with runs_here(model, X) as runs:
         runs.reference()
         if after_base:
             runs.run(precision)
@@ -1098,7 +1094,7 @@ def test_a_trial_of_a_model_with_a_generator_is_compared_with_the_same_numbers(t
 
 def test_an_ablation_is_not_made_again_as_a_trial(tmp_path: Path) -> None:
     calls = tmp_path / "calls"
-    with open_runs(TargetSource(make_target(CountsCalls(calls, draws=False), X)), RunOptions(), "none") as runs:
+    with runs_here(CountsCalls(calls, draws=False), X) as runs:
         runs.reference()
         how: Any = {"keep_fp32": ("linear",), "measured": False, "instrumented": False}
         ablation = runs.run("half", **how)
@@ -1131,7 +1127,7 @@ def test_fp32_is_called_before_ops_have_a_limit_only_if_that_sets_something_up(
     calls = tmp_path / "calls"
     model = SetsUp(calls, seconds)
     model.linear = nn.Linear(8, 8)
-    with open_runs(TargetSource(make_target(model, X)), RunOptions(), "none") as runs:
+    with runs_here(model, X) as runs:
         runs.reference()
         calls.write_text("")
         run = runs.run("half")

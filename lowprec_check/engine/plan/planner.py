@@ -23,13 +23,12 @@ from lowprec_check.engine.run.model_info import describe_target
 from lowprec_check.engine.run.target_runs import TargetRuns, open_runs
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.target_spec import OnProgress
-from lowprec_check.engine.run.tasks import RunOptions
 from lowprec_check.engine.trace.plain_modes import parse_withheld
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.schema.axes import replaced
 from lowprec_check.schema.called_with import called_with
-from lowprec_check.schema.options import PlanOptions, option
+from lowprec_check.schema.options import PlanOptions, ScanOptions, option
 from lowprec_check.schema.plan import Plan, Planning
 from lowprec_check.schema.precisions import plan_bases
 from lowprec_check.schema.scan_result import ScanResult
@@ -96,19 +95,20 @@ def growing_planning(source: TargetSource, isolation: Isolation | None, options:
     machine, isolation = prepared_runs(
         source, isolation, options.device_name, lambda: Machine(environment=environment(options.device_name))
     )
-    settings = RunOptions(
-        device=machine.runs_on,
+    settings = ScanOptions(
         tolerance=options.tolerance,
         seed=options.seed,
-        without_kernel=tuple(options.without_kernel),
-        budget_error=options.predict,
+        without_kernel=options.without_kernel,
+        budget_error="auto" if options.predict else "off",
+        further_inputs=0,
+        thorough=True,
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(kept_generators())
         batches = []
         for number in range(options.batches):
             batch = source.batch(number, settings.seed)
-            batches.append(stack.enter_context(open_runs(batch, settings, isolation)))
+            batches.append(stack.enter_context(open_runs(batch, settings, machine, isolation)))
         references = [batch.reference() for batch in batches]
         if options.use_metric and references[0].metric is None:
             about = [note for note in references[0].notes if note.startswith(("the metric", "metric(model)"))]

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -19,12 +19,12 @@ from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.run.feature_hooks import TimedRuns, features
 from lowprec_check.engine.run.launcher import OF_REFERENCE, Launcher
 from lowprec_check.engine.run.memory_limits import check_weights_fit, why_too_large
-from lowprec_check.engine.run.mode import mode_of
+from lowprec_check.engine.run.mode import Mode, mode_of
 from lowprec_check.engine.run.outcome import compared_with, explained_by, finished
 from lowprec_check.engine.run.plain_part import Fp32Outputs
 from lowprec_check.engine.run.reference_errors import check_reference
 from lowprec_check.engine.run.target_source import TargetSource
-from lowprec_check.engine.run.tasks import ModelTask, RunOptions, RunTask, TaskFiles, open_task_files
+from lowprec_check.engine.run.tasks import ModelTask, RunTask, TaskFiles, open_task_files
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.schema.axes import BACKENDS
@@ -34,6 +34,9 @@ from lowprec_check.schema.precisions import FP16, PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE, MemoryFormat, RunKey
 from lowprec_check.schema.scan_result import Run, skipped
 from lowprec_check.schema.training import TrainingSetup
+
+if TYPE_CHECKING:
+    from lowprec_check.engine.machine import Machine
 
 REFERENCE_BUDGET = 600.0
 """Budget in seconds of the fp32 run, whose time is not known yet."""
@@ -49,17 +52,39 @@ ERRORS_OF_FP32 = 3.0
 """So many times the difference between two fp32 runs passes."""
 HIDDEN_STATE = "the model keeps state that a scan cannot rewind: plain and instrumented runs use separate processes"
 
-_FROM_OPTIONS = {field.name for field in dataclasses.fields(RunOptions)} & {
-    field.name for field in dataclasses.fields(RunTask)
-}
-"""The options that each task has under the same name."""
-
 
 class TargetRuns:
     """Runs a target: first the fp32 reference, then other precisions, compared with it."""
 
-    def __init__(self, source: TargetSource, options: RunOptions, isolation: Isolation, files: TaskFiles) -> None:
-        self.target, self.options, self._files = source.target, options, files
+    def __init__(
+        self,
+        source: TargetSource,
+        options: ScanOptions,
+        machine: Machine,
+        isolation: Isolation,
+        files: TaskFiles,
+        mode: Mode | None = None,
+    ) -> None:
+        self.target, self.options, self._machine = source.target, options, machine
+        self.mode = mode or mode_of(source, options)
+        self._template = RunTask(
+            precision=REFERENCE,
+            device=machine.runs_on,
+            mode=self.mode,
+            files=files,
+            seed=options.seed,
+            without_kernel=tuple(options.without_kernel),
+            process_memory=options.names_of("backends") != [EAGER],  # others hold more than torch's tensors
+            alone=isolation in ("fork", "spawn"),
+            further_inputs=options.further_inputs,
+            batches=options.batches,
+            errors=options.errors,
+            budget_error=options.budget_error != "off" and self.mode.is_forward,
+            limits_memory=options.budget_error != "on",
+            reference=options.reference,
+            timed=options.times == "on",
+        )
+        """What all tasks have in common."""
         self.launcher = Launcher(source, isolation)
         self._features = features()  # forks have their modules, too
         self.fp32: Run | None = None
@@ -71,7 +96,6 @@ class TargetRuns:
         self._first_seconds = 0.0
         self._drew: dict[RunKey, bool | None] = {}
         """Whether a run without modules kept in fp32 drew random numbers; ``None``: unknown."""
-        self.mode = options.mode or mode_of(source, ScanOptions())
         self._ablations: dict[tuple[RunKey, frozenset[str]], Run] = {}
         """By the run and the modules in fp32: one may be a trial of a plan, too."""
         self._eager: dict[RunKey, Run] = {}
@@ -100,7 +124,7 @@ class TargetRuns:
         """Run fp32; :class:`UsageError` if the model fails, hangs, or gives NaN or Inf."""
         # A run on another batch was analyzed, and its time is used here.
         first = timed_as is None
-        if self.options.device == "cpu":
+        if self._template.device == "cpu":
             check_weights_fit(self.target.model, torch.device("cpu"), self.isolation)
         task = self._task(
             REFERENCE,
@@ -142,7 +166,7 @@ class TargetRuns:
 
     def fp32_output(self) -> list[Tensor]:
         """The tensors of the output of :meth:`reference`, on the CPU."""
-        return Fp32Outputs.load(self._files).outputs[0]
+        return Fp32Outputs.load(self._template.files).outputs[0]
 
     def _self_error_in(self, so_far: RunSoFar) -> float:
         if so_far.self_error is None:
@@ -179,7 +203,7 @@ class TargetRuns:
         ops: set[str] = set()
         if precision == REFERENCE and self.fp32 is not None:
             ops = set(self.fp32.op_calls.op)
-        if rounds_to_tf32(torch.device(self.options.device), ops):
+        if rounds_to_tf32(torch.device(self._template.device), ops):
             default = max(default, FP16.tolerance)
         asked = default if self.options.tolerance is None else self.options.tolerance
         return max(asked, ERRORS_OF_FP32 * self._self_error)
@@ -188,9 +212,8 @@ class TargetRuns:
 
     def in_order(self, keys: Sequence[RunKey]) -> list[RunKey]:
         """``keys`` in the order to run them: slow ones last, which may run side by side."""
-        options = self.options
-        alone = self.launcher.hidden_state or options.scenario is not None
-        if self.mode.runs_side_by_side and not alone and options.device == "cpu" and options.batches <= 1:
+        one_by_one = self.launcher.hidden_state or self.options.scenario is not None or self.options.batches > 1
+        if self.mode.runs_side_by_side and not one_by_one and self._template.device == "cpu":
             slow = [key for key in keys if key.backend == EAGER and self.is_slow(key.precision)]
             possible = [key for key in slow if self._why_skipped(key) is None]
             self.launcher.side_by_side.expect(map(self._usual_task, possible))
@@ -211,7 +234,7 @@ class TargetRuns:
         """Run ``precision`` on ``backend``; a crash, a hang or an exception is its status."""
         # ``measured`` adds time and memory, ``instrumented`` explains every op, with the errors of
         # the options by default; ``status_only`` ends the calls with the first that fails.
-        key = RunKey(precision, backend, self.options.device, memory_format)
+        key = RunKey(precision, backend, self._template.device, memory_format)
         ablation = None
         if keep_fp32 and not (measured or instrumented):
             ablation = (key, frozenset(keep_fp32))
@@ -258,7 +281,7 @@ class TargetRuns:
     @property
     def has_times(self) -> bool:
         """Whether times are asked for, and can be compared."""
-        return self.options.timed and self.mode.has_times
+        return self._template.timed and self.mode.has_times
 
     def task_to_time(self, run: Run) -> ModelTask:
         """The task whose calls are timed for ``run``."""
@@ -271,7 +294,9 @@ class TargetRuns:
 
     def is_slow(self, precision: str) -> bool:
         """Whether the device does not accelerate its format: one call may decide about a run."""
-        return PRECISIONS.get(precision).format.short in self.options.slow_formats
+        if self.options.thorough or self.mode.evidence != "measured":
+            return False
+        return self._machine.environment.get(f"{PRECISIONS.get(precision).format.short}_accelerated") is False
 
     def _completed(self, run: Run, task: RunTask) -> Run:
         """``run`` with what features find in other processes."""
@@ -280,7 +305,7 @@ class TargetRuns:
         return run
 
     def _why_skipped(self, key: RunKey) -> str | None:
-        options, target, backend = self.options, self.target, BACKENDS.get(key.backend)
+        target, backend = self.target, BACKENDS.get(key.backend)
         refused = self.mode.refuses_backend(backend.name)
         if refused is not None:
             return refused
@@ -293,7 +318,7 @@ class TargetRuns:
         reason = reason or self.mode.why_skipped(precision, key.device)
         reason = reason or format_problem(key.memory_format, target.model, target.inputs)
         peak = self.fp32.peak_memory_bytes if self.fp32 else None
-        return reason or why_too_large(target.model, options.device, self.isolation, peak, self._files)
+        return reason or why_too_large(target.model, self._template.device, self.isolation, peak, self._template.files)
 
     def _usual_task(self, key: RunKey, **changes: Any) -> RunTask:
         setup = 0.0 if self.options.budget else BACKENDS.get(key.backend).setup_budget
@@ -301,51 +326,48 @@ class TargetRuns:
         return self._task(key.precision, **usual | changes)
 
     def _task(self, precision: str, **changes: Any) -> RunTask:
-        options, fp32_ms = self.options, self._fp32_ms or 0.0
+        fp32_ms = self._fp32_ms or 0.0
         forwards = min(EXPLAIN_RATIO * fp32_ms / 1e3, REFERENCE_BUDGET)
-        settings: dict[str, Any] = {
-            **{name: getattr(options, name) for name in _FROM_OPTIONS},
-            "files": self._files,
-            "alone": self.isolation in ("fork", "spawn"),
-            "mode": self.mode,
-            "budget_error": options.budget_error and self.mode.is_forward,
-            "tolerance": self.tolerance(precision, changes.get("backend", EAGER)),
-            "budget": self.budget,
-            "explain_budget": options.budget or max(self.budget, forwards),
-            "fp32_ms": self._fp32_ms,
-            "fp32_setup": max(0.0, self._first_seconds - fp32_ms / 1e3),
-            "fp32_peak": self.fp32 and self.fp32.peak_memory_bytes,
-            "changes_parameters": self.launcher.changes_parameters or self.mode.changes_parameters,
-            "accelerated": not self.is_slow(precision),
-        }
-        return self.mode.adjusted(RunTask(precision=precision, **settings | changes))
+        task = dataclasses.replace(
+            self._template,
+            precision=precision,
+            tolerance=self.tolerance(precision, changes.get("backend", EAGER)),
+            budget=self.budget,
+            explain_budget=self.options.budget or max(self.budget, forwards),
+            fp32_ms=self._fp32_ms,
+            fp32_setup=max(0.0, self._first_seconds - fp32_ms / 1e3),
+            fp32_peak=self.fp32.peak_memory_bytes if self.fp32 else None,
+            changes_parameters=self.launcher.changes_parameters or self.mode.changes_parameters,
+            accelerated=not self.is_slow(precision),
+        )
+        return self.mode.adjusted(dataclasses.replace(task, **changes))
 
 
 @contextlib.contextmanager
-def open_runs(source: TargetSource, options: RunOptions, isolation: Isolation) -> Iterator[TargetRuns]:
-    """Yield a :class:`TargetRuns` with its files."""
+def open_runs(
+    source: TargetSource, options: ScanOptions, machine: Machine, isolation: Isolation, mode: Mode | None = None
+) -> Iterator[TargetRuns]:
+    """Yield a :class:`TargetRuns` with its files; ``mode`` is by default that of the target."""
     with open_task_files() as files, contextlib.closing(source):
-        runs = TargetRuns(source, options, isolation, files)
+        runs = TargetRuns(source, options, machine, isolation, files, mode)
         with contextlib.closing(runs):
             yield runs
 
 
 @contextlib.contextmanager
 def open_batches(
-    source: TargetSource, number: int, options: RunOptions, isolation: Isolation
+    source: TargetSource, options: ScanOptions, machine: Machine, isolation: Isolation, mode: Mode
 ) -> Iterator[list[TargetRuns]]:
-    """Yield the runs on each of ``number`` batches; :class:`UsageError` if there are fewer."""
+    """Yield the runs on each batch; :class:`UsageError` if there are fewer than asked for."""
 
     def report(index: int, run: str, doing: str) -> None:
         source.on_progress(run, f"batch {index}, {doing}")
 
     with contextlib.ExitStack() as stack:
-        batches = [stack.enter_context(open_runs(source, options, isolation))]
+        batches = [stack.enter_context(open_runs(source, options, machine, isolation, mode))]
         stack.enter_context(kept_generators())
-        # Nothing is timed in a scenario on further batches.
-        options = dataclasses.replace(options, scenario=None, further_inputs=0)
-        for index in range(1, number):
+        for index in range(1, options.batches):
             batch = source.batch(index, options.seed)
             batch.on_progress = functools.partial(report, index)
-            batches.append(stack.enter_context(open_runs(batch, options, isolation)))
+            batches.append(stack.enter_context(open_runs(batch, options, machine, isolation, mode)))
         yield batches

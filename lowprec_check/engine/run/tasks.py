@@ -18,7 +18,7 @@ from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.errors import UsageError
 from lowprec_check.process.breadcrumb import clear_shared, open_shared, shared_file
 from lowprec_check.schema.axes import lowers_precision
-from lowprec_check.schema.measures import Errors, Scenario
+from lowprec_check.schema.measures import Errors
 from lowprec_check.schema.op_calls import OpCalls, without_times
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, MemoryFormat, RunKey
@@ -273,32 +273,3 @@ def as_kept(task: RunTask, calls: OpCalls) -> OpCalls:
     if task.timed and task.evidence == "measured":
         return calls
     return without_times(calls)
-
-
-# -- What the tasks of a target have in common
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """Options of all runs, as tasks have them; ``budget``: by default 20 s or ten fp32 calls."""
-
-    device: str = "cpu"
-    mode: Mode | None = None
-    """What is called; by default the mode of the target."""
-    budget: float | None = None
-    errors: Errors = "both"
-    budget_error: bool = True
-    limits_memory: bool = True
-    reference: str = "fp32"
-    tolerance: float | None = None
-    seed: int = 0
-    without_kernel: tuple[str, ...] = ()
-    scenario: Scenario | None = None
-    further_inputs: int | None = 0
-    """Further inputs for a run that passes; ``None``: as many as fit into a little time."""
-    batches: int = 1
-    timed: bool = True
-    process_memory: bool = False
-    """Whether memory is that of processes: other backends hold more than torch's tensors."""
-    slow_formats: frozenset[str] = frozenset()
-    """Short names of formats that the device does not accelerate: one call may decide in them."""

@@ -22,10 +22,10 @@ from lowprec_check import Run, ScanResult, scan
 from lowprec_check.engine.core import devices
 from lowprec_check.engine.model.memory import free_weights
 from lowprec_check.engine.model.target import Target, make_target
-from lowprec_check.engine.run import isolation, target_source, worker
+from lowprec_check.engine.run import isolation, target_source
 from lowprec_check.engine.run.isolation import isolation_on
 from lowprec_check.engine.run.launcher import Launcher
-from lowprec_check.engine.run.messages import Send
+from lowprec_check.engine.run.messages import Reporter
 from lowprec_check.engine.run.mode import Mode
 from lowprec_check.engine.run.target_source import TargetSource, cuda_asked_in_a_fork, load_here
 from lowprec_check.engine.run.target_spec import TargetSpec
@@ -260,13 +260,13 @@ def test_a_broken_device_costs_its_row_only(monkeypatch: pytest.MonkeyPatch) -> 
     assert any("device-side assert" in left for left in source.kept.left)
 
 
-def fails_on_the_device(task: RunTask, target: Target, send: Send) -> None:
+def fails_on_the_device(mode: Mode, task: RunTask, target: Target, report: Reporter) -> None:
     FakeAccelerator.break_down()
 
 
 def test_a_device_that_breaks_outside_of_a_call_is_an_error_of_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
     break_in_forks(monkeypatch)
-    monkeypatch.setattr(worker, "run_model", fails_on_the_device)
+    monkeypatch.setattr(Mode, "run", fails_on_the_device)
     source = TargetSource(make_target(Breaks().eval(), torch.ones(2, 8)))
     with open_task_files() as files:
         outcome = Launcher(source, "shared").do(RunTask(precision="half", device="cpu", files=files, mode=Mode()))
@@ -291,16 +291,16 @@ def test_weights_that_are_freed_keep_their_shapes_and_ties() -> None:
 # -- one task after another
 
 
-def counts_calls(task: RunTask, target: Target, send: Send) -> None:
+def counts_calls(mode: Mode, task: RunTask, target: Target, report: Reporter) -> None:
     if task.precision == "autocast-fp16":
         os.kill(os.getpid(), signal.SIGKILL)
     target.model.calls = getattr(target.model, "calls", 0) + 1  # type: ignore[assignment]
     so_far = task.begun().with_fields(status="ok", notes=[task.precision, str(os.getpid())])
-    send(msgspec.structs.replace(so_far, is_judged=True))
+    report.update(msgspec.structs.replace(so_far, is_judged=True))
 
 
 def test_a_shared_worker_does_one_task_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "run_model", counts_calls)  # forks have it too
+    monkeypatch.setattr(Mode, "run", counts_calls)  # forks have it too
     source = TargetSource(make_target(nn.Linear(2, 2).eval(), torch.ones(1, 2)))
     with open_task_files() as files:
         launcher, notes = Launcher(source, "shared"), []

@@ -15,17 +15,13 @@ import pytest
 import torch
 from budget_models import MODELS
 from generated import STEPS, InPlace, Norm, Select, Step, build, inputs
-from helpers import LOW, run
+from helpers import LOW, run, runs_here
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import lowprec_check
 from lowprec_check.analysis.error_shares import TRUSTED
-from lowprec_check.engine.model.target import Target
-from lowprec_check.engine.run.target_runs import open_runs
-from lowprec_check.engine.run.target_source import TargetSource
-from lowprec_check.engine.run.tasks import RunOptions
 from lowprec_check.engine.trace import instrument
 from lowprec_check.engine.trace.instrument import Options
 from lowprec_check.schema.measures import ErrorBudget, Share
@@ -282,8 +278,7 @@ def test_under_autocast_an_op_between_layers_is_as_narrow_as_the_layer_before_it
 
 def test_the_same_with_the_runs_of_a_scan() -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), Cancelling(), nn.Tanh(), nn.Linear(8, 8)).eval(), inputs()
-    source = TargetSource(Target("test", model, (x,), {}))
-    with open_runs(source, RunOptions(), "none") as runs:
+    with runs_here(model, x) as runs:
         runs.reference()
         explained_run = runs.run("bfloat16", measured=False)
         kept = runs.run("bfloat16", keep_fp32=("2",), measured=False, instrumented=False)

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 from conftest import Register
-from helpers import scan_here
+from helpers import runs_here, scan_here
 from shared_result import latency, shared_result
 from shared_result import run as a_run
 from torch import Tensor, nn
@@ -32,9 +32,6 @@ from lowprec_check.engine.model.input_draws import changed_inputs
 from lowprec_check.engine.model.plain_run import describe_error
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.run import target_runs
-from lowprec_check.engine.run.target_runs import open_runs
-from lowprec_check.engine.run.target_source import TargetSource
-from lowprec_check.engine.run.tasks import RunOptions
 from lowprec_check.features.backend_checks import backend_checker
 from lowprec_check.report.registry import render
 from lowprec_check.schema.axes import project_of
@@ -458,11 +455,11 @@ def test_fp32_may_have_the_error_of_tf32_where_a_device_rounds_to_it(monkeypatch
         return bool(ops)
 
     monkeypatch.setattr(target_runs, "rounds_to_tf32", rounds)
-    with open_runs(TargetSource(make_target(Net(), X)), RunOptions(), "none") as runs:
+    with runs_here(Net(), X) as runs:
         assert runs.tolerance("fp32", "jit") == 1e-3
         runs.reference()
         assert [runs.tolerance(name, "jit") for name in ("fp32", "half", "bfloat16")] == [1e-2, 1e-2, 5e-2]
-    with open_runs(TargetSource(make_target(Net(), X)), RunOptions(tolerance=1e-4), "none") as runs:
+    with runs_here(Net(), X, tolerance=1e-4) as runs:
         runs.reference()
         assert runs.tolerance("fp32", "jit") == 1e-4
 

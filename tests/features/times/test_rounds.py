@@ -19,15 +19,17 @@ from user_files import NET
 
 from lowprec_check import Backend, Run, ScanResult, scan
 from lowprec_check.engine.core.compiled import compiled_frames, own_compiled_code
+from lowprec_check.engine.machine import Machine
 from lowprec_check.engine.model.target import make_target
-from lowprec_check.engine.run import target_runs as run_options
+from lowprec_check.engine.run import target_runs
 from lowprec_check.engine.run.feature_hooks import TimedRuns
 from lowprec_check.engine.run.mode import Mode
 from lowprec_check.engine.run.target_runs import open_runs
 from lowprec_check.engine.run.target_source import TargetSource
-from lowprec_check.engine.run.tasks import ModelTask, RunOptions
+from lowprec_check.engine.run.tasks import ModelTask
 from lowprec_check.features.times import rounds, timed_runs, turns
 from lowprec_check.process import Isolation, system
+from lowprec_check.schema.options import ScanOptions
 
 Write = Callable[..., Path]
 
@@ -52,7 +54,7 @@ def timed(
     *precisions: str,
     isolation: Isolation = "fork",
     progress: list[str] | None = None,
-    slow: frozenset[str] = frozenset(),
+    slow: tuple[str, ...] = (),
 ) -> tuple[list[Run], TimedRuns]:
     """The runs as their plain parts leave them, and with times."""
 
@@ -62,7 +64,8 @@ def timed(
 
     source = TargetSource(make_target(model, inputs))
     source.on_progress = on_progress
-    with open_runs(source, RunOptions(errors="none", slow_formats=slow), isolation) as target_runs:
+    machine = Machine(environment={"device": "cpu", **{f"{low}_accelerated": False for low in slow}})
+    with open_runs(source, ScanOptions(errors="none", further_inputs=0), machine, isolation) as target_runs:
         target_runs.reference()
         runs = [target_runs.run(name, instrumented=False) for name in precisions]
         return runs, target_runs.time(runs)
@@ -161,7 +164,7 @@ def test_what_a_first_call_makes_for_others_is_part_of_no_time(
 ) -> None:
     if isolation == "none":  # there, each turn makes the table several times
         monkeypatch.setattr(rounds, "MOST", 3)
-    slow = frozenset({"fp16", "bf16"})
+    slow = ("fp16", "bf16")
     _, found = timed(FillsCache(), torch.randn(4, 8), "half", "bfloat16", isolation=isolation, slow=slow)
     fp32, half, bfloat16 = found.runs
     assert not half.judged_by_one_call
@@ -324,7 +327,7 @@ class SlowCompiler(Backend):
 def test_fp32_waits_until_another_run_is_compiled(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own calls may take one and a half seconds."""
     register(SlowCompiler())
-    monkeypatch.setattr(run_options, "BUDGET", 0.5)
+    monkeypatch.setattr(target_runs, "BUDGET", 0.5)
     options: dict[str, Any] = {"precisions": "half", "backends": "slow-compiler", "plan": False}
     result = scan(nn.Linear(8, 8), torch.randn(2, 8), errors="none", further_inputs=0, **options)
     assert [run.latency is not None and run.status == "ok" for run in result.runs] == [True] * len(result.runs)
