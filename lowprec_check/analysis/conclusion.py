@@ -8,12 +8,12 @@ from typing import Literal, NamedTuple, get_args
 import msgspec
 
 from lowprec_check.analysis.findings import SEVERITIES
-from lowprec_check.analysis.recommend import recommend
+from lowprec_check.analysis.recommend import Advisor, recommend
 from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.analysis.statements.advice import basis
 from lowprec_check.analysis.statements.kinds import statements
-from lowprec_check.analysis.training_advice import recommend_training
 from lowprec_check.schema.findings import Severity
+from lowprec_check.schema.registry import objects_of_features
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, RunKey
 from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult, skipped
 
@@ -23,10 +23,11 @@ def conclude(result: ScanResult) -> ScanResult:
     options = result.options
     about = {**result.environment, "torch": result.torch}
     prefer = options.get("prefer", "speed")
-    if result.training is None:
-        advice = recommend(result.runs, result.model, about, prefer)
+    advisors = [advisor for advisor in objects_of_features("advice", Advisor) if advisor.advises(result)]
+    if advisors:
+        advice = advisors[0].recommend(result, about, prefer)
     else:
-        advice = recommend_training(result, about, prefer)
+        advice = recommend(result.runs, result.model, about, prefer)
     # rules look at the recommendation, statements at both
     result = msgspec.structs.replace(result, recommendation=advice)
     diagnostics = diagnose(result, options.get("select", ()), options.get("ignore", ()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from lowprec_check.analysis.run_summary import (
     CLOSE,
@@ -28,6 +28,14 @@ from lowprec_check.schema.scan_result import ModelInfo, Run, ScanResult
 
 SMALLER = 0.9  # a run saves memory if its peak is at most this part of fp32's
 SAME_MEMORY = 1.05  # peaks within this factor are the same: allocators differ, and processes vary a little
+
+
+class Advisor(NamedTuple):
+    """How a feature recommends for scans of its own; an object in its module ``advice``."""
+
+    advises: Callable[[ScanResult], bool]
+    recommend: Callable[[ScanResult, Mapping[str, Any], Prefer], Recommendation | None]
+    """In place of :func:`recommend`, with the same environment and preference."""
 
 
 def recommend(

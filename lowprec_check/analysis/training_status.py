@@ -1,24 +1,11 @@
-"""How each way to train ended, in sentences, and how much of its updates rounding loses."""
+"""How ways to train ended, in sentences and facts that reports of a scan need."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from lowprec_check.analysis.run_summary import shorten
 from lowprec_check.schema.run_key import Phase
-from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.statements import Sentence, chained, fill, plain, say
-from lowprec_check.schema.training import (
-    BEYOND,
-    STALLED,
-    Divergence,
-    LostUpdates,
-    TrainingRun,
-    TrainingSetup,
-    TrainingWay,
-    decay_lost_of,
-    lost_of,
-)
+from lowprec_check.schema.scan_result import Run
+from lowprec_check.schema.statements import Sentence, chained, fill, plain, say, say_if
+from lowprec_check.schema.training import BEYOND, Divergence, TrainingSetup, TrainingWay
 from lowprec_check.schema.verdict import ExceptionInfo
 from lowprec_check.schema.ways_to_train import way_named
 
@@ -28,11 +15,6 @@ LOST = 0.1  # a share of lost updates of weights or averages that is worth a fin
 def ways_tried(run: Run) -> list[TrainingWay]:
     """The ways to train in its precision, the usual one first; empty if it was not trained."""
     return run.training.ways if run.training is not None else []
-
-
-def trained_runs(result: ScanResult) -> list[tuple[Run, TrainingRun]]:
-    """The runs that were trained, but fp32, with what was found."""
-    return [(run, run.training) for run in result.runs if run.training is not None and not run.is_reference]
 
 
 def first_way(run: Run) -> TrainingWay | None:
@@ -74,24 +56,6 @@ def way_text(name: str | None) -> str:
     return f" with {way_named(name or '').words}"
 
 
-def steps_of(way: TrainingWay) -> int:
-    """Steps that a way made that was not ended by a failure."""
-    if way.status in ("ok", "inaccurate") and way.losses:
-        return len(way.losses) - 1
-    return 0
-
-
-def told(way: TrainingWay, setup: TrainingSetup) -> bool:
-    """Whether the steps tell that ``way`` trains worse than fp32."""
-    divergence = way.divergence
-    if way.status != "inaccurate" or divergence is None:
-        return way.status != "ok"
-    # a loss counts against real other seeds; other weights with the same loss take more steps
-    if divergence.what == "loss":
-        return setup.is_varied
-    return divergence.what != "weights" and divergence.value < STALLED
-
-
 def distance_limit(run: Run, way: TrainingWay, setup: TrainingSetup) -> float | None:
     """Limit of the weights' distance from fp32 at the last step; ``None`` if not judged."""
     step = len(way.distances)
@@ -100,16 +64,33 @@ def distance_limit(run: Run, way: TrainingWay, setup: TrainingSetup) -> float | 
     return max(BEYOND * setup.distances[step - 1], run.tolerance or 0.0) or None
 
 
-class Lost:
-    """Tensors of one kind, whose updates are counted together."""
+def part_of_limit(run: Run, name: str | None, setup: TrainingSetup) -> float:
+    """How far from fp32's the weights end in the way of a name, as a part of the limit, or 0."""
+    way = next((way for way in ways_tried(run) if way.name == (name or "plain")), None)
+    if way is None or not (limit := distance_limit(run, way, setup)):
+        return 0.0
+    return way.distances[-1] / limit
 
-    def __init__(self, name: str, tensors: Sequence[LostUpdates]) -> None:
-        self.name, self.tensors = name, tensors
-        self.share = lost_of(tensors) or 0.0
-        """Share (0 to 1) of the updates of all their elements that rounding loses."""
-        self.decay = decay_lost_of(tensors)
-        """The same of updates by weight decay alone; ``None`` if it moves nothing."""
-        self.worst = max(tensors, key=lambda one: one.lost)
+
+def keeps_weights(run: Run) -> bool:
+    """Whether the weights stay in fp32: under autocast, unless the file has cast them."""
+    plain_way = run.training and run.training.way("plain")
+    return run.is_autocast and (plain_way is None or plain_way.lost_updates is None)
+
+
+def drawback(run: Run) -> Sentence | None:
+    """Why a faster run that passes is not recommended; ``None`` if its weights stay in fp32."""
+    first = first_way(run)
+    if first is None or run.format is None or keeps_weights(run):
+        return None
+    lost = first.lost_updates
+    loses = say_if(lost, "rounding loses {lost:percent} of their updates", lost=lost)
+    return chained(say("but its weights are in {format:text}", format=run.format.short), loses, between=": ")
+
+
+def unscales_fp16(way: TrainingWay) -> bool:
+    """Whether it failed because ``GradScaler`` rejects gradients in fp16."""
+    return way.exception is not None and "Attempting to unscale FP16 gradients" in way.exception.message
 
 
 def in_phase(phase: Phase | None) -> str:
@@ -163,26 +144,3 @@ def diverges(found: Divergence, way: TrainingWay) -> Sentence:
     moves = f"weights move too {'far' if above else 'little'} {since}"
     words = f"{moves}: {{moved:percent}} as far as in fp32, limit {{limit:percent}}"
     return say(words, step=found.step, where=where, moved=found.value, limit=found.limit)
-
-
-def remarks(way: TrainingWay, setup: TrainingSetup) -> Sentence | None:
-    """Why and when a way fails, what ``GradScaler`` did, and whether it ran out of time."""
-    done, parts = steps_of(way), list[Sentence]()
-    if way.exception is not None:
-        when, error = when_raised(way.failed_step, way.exception), shorten(way.exception.text)
-        parts.append(say("{when:text}{error:text}", when=when, error=error))
-    elif way.status == "nonfinite":
-        parts.append(nonfinite(way))
-    elif way.divergence is not None:
-        parts.append(diverges(way.divergence, way))
-    # what GradScaler did, and whether the time was enough
-    if way.skipped_steps:
-        parts.append(say("{skipped:count step} skipped", skipped=way.skipped_steps))
-        scales = {"start": way.initial_scale, "end": way.final_scale}
-        if None not in scales.values() and way.initial_scale != way.final_scale:
-            parts.append(say("loss scale {start:scale} → {end:scale}", **scales))
-    if done and done < setup.steps:
-        parts.append(say("stopped after {done:number} of {steps:count step}", done=done, steps=setup.steps))
-    if parts:
-        return chained(*parts)
-    return None

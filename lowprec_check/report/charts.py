@@ -10,7 +10,6 @@ from markupsafe import Markup, escape
 
 from lowprec_check.analysis.run_summary import candidates, degenerate_output, is_plan_of, label, memory_ratio
 from lowprec_check.analysis.speed import speed
-from lowprec_check.analysis.training_status import first_way
 from lowprec_check.report.blocks import Chart, SpeedOf, ratio_text, speed_text
 from lowprec_check.report.foreign_text import visible
 from lowprec_check.schema.op_calls import OpCall
@@ -265,58 +264,31 @@ def worst_of_segments(rows: Sequence[tuple[int, OpCall]], most: int) -> Iterator
         yield max(segment, key=lambda pair: (pair[1].gives_nonfinite, pair[1].accumulated_error or 0.0))
 
 
-# -- training
+# -- lines by step
 
 
-def training(result: ScanResult) -> Chart | None:
-    """Loss by step, a line per precision, with the range of fp32 runs from other seeds; ``None``
-    for fewer than three steps.
+class StepLine(NamedTuple):
+    """What is drawn for one run."""
 
-    Changes of the loss are judged, so each line starts at the first loss of fp32, as the range
-    does.
-    """
-    setup = result.training
-    if setup is None or setup.steps < 2 or len(setup.losses) < 2:
-        return None
-    ways = [(run, way) for run in candidates(result.runs) if (way := first_way(run)) is not None]
-    lines: list[tuple[str, str, Sequence[float | None]]] = [("fp32", "ink", setup.losses)]
-    first = setup.losses[0]
-    for i, (run, way) in enumerate(ways[:12]):
-        shift = first - next((loss for loss in way.losses[:1] if loss is not None), first)
-        moved = [None if loss is None else loss + shift for loss in way.losses]
-        lines.append((visible(label(run)), f"s{1 + i % 6}", moved))
-    band = [[first + bound for bound in bounds] for bounds in (setup.loss_low, setup.loss_high)]
-    loss = (
-        "Loss, each line from the first loss of fp32, and distance of the weights from those of fp32, by step; "
-        "grey: fp32 runs from other seeds"
-    )
-    apart = [(visible(label(run)), f"s{1 + i % 6}", [None, *way.distances]) for i, (run, way) in enumerate(ways[:12])]
-    apart.append(("other seeds", "dim", [None, *setup.distances]))
-    weights = "Distance of the weights from those of fp32 by step, a line per precision"
-
-    def draw() -> str:
-        parts = _svg(loss, _steps(lines, band, setup.steps, "loss", log=False))
-        has_distances = any(value for *_, values in apart for value in values)
-        if has_distances:
-            parts += _svg(weights, _steps(apart, [], setup.steps, "distance", log=True))
-        return parts
-
-    return Chart(loss, draw, detail="all")
+    name: str
+    color: str
+    values: Sequence[float | None]
+    """From before the first step on."""
 
 
-def _steps(
-    lines: Sequence[tuple[str, str, Sequence[float | None]]],
-    band: Sequence[Sequence[float]],
-    steps: int,
-    name: str,
-    *,
-    log: bool,
+def by_step(title: str, lines: Sequence[StepLine], steps: int, name: str, band: Sequence[Sequence[float]] = ()) -> str:
+    """Lines from step to step as SVG, of a quantity of that name; on a log scale without a band."""
+    return _svg(title, _by_step(lines, band, steps, name, log=not band))
+
+
+def _by_step(
+    lines: Sequence[StepLine], band: Sequence[Sequence[float]], steps: int, name: str, *, log: bool
 ) -> Iterator[Markup]:
     values = [v for *_, line in lines for v in line if v is not None and (v > 0 or not log)]
     values += [v for bounds in band for v in bounds]
     low, high = min(values), max(values)
-    if not log and lines[0][2]:  # a line that explodes does not flatten the others
-        reference = [v for v in [*lines[0][2], *(v for bounds in band for v in bounds)] if v is not None]
+    if not log and lines[0].values:  # a line that explodes does not flatten the others
+        reference = [v for v in [*lines[0].values, *(v for bounds in band for v in bounds)] if v is not None]
         room = max(max(reference) - min(reference), 1e-12)
         low, high = max(low, min(reference) - 3 * room), min(high, max(reference) + 3 * room)
         low, high = low - 0.06 * (high - low), high + 0.06 * (high - low)

@@ -12,6 +12,7 @@ from lowprec_check.analysis.recommend import recommended_run
 from lowprec_check.analysis.run_summary import label
 from lowprec_check.report import charts
 from lowprec_check.report.blocks import Block, Column, Document, ErrorOf, Fold, Heading, Row, Say, Table
+from lowprec_check.report.feature_parts import sections
 from lowprec_check.report.scan_document import CONDITIONS, scan_document
 from lowprec_check.schema.op_calls import QUANTITIES
 from lowprec_check.schema.run_key import EAGER
@@ -176,7 +177,7 @@ def scan_page(result: ScanResult) -> Document:
             blocks += page_blocks(result)
         blocks.append(block)
         if isinstance(block, Table) and block.name == "runs":
-            blocks += filter(None, (charts.tradeoff(result), charts.training(result)))
+            blocks += [*filter(None, [charts.tradeoff(result)]), *sections("runs", result, result.statements)]
     return replace(document, blocks=blocks)
 
 

@@ -10,14 +10,12 @@ from lowprec_check.analysis.run_summary import LEAST_MEMORY, degenerate_output, 
 from lowprec_check.analysis.speed import speed
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.analysis.statements.status import error_text
-from lowprec_check.analysis.training_status import first_way
 from lowprec_check.report.blocks import Column, ErrorOf, Row, SpeedOf, Table
 from lowprec_check.report.feature_parts import RunColumn
 from lowprec_check.schema.registry import objects_of_features
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Statement, bytes_figure, fill, milliseconds
-from lowprec_check.schema.training import TrainingSetup, TrainingWay
 
 _COLUMNS = (
     Column(
@@ -26,9 +24,6 @@ _COLUMNS = (
         "Relative L2 error of the output against fp32, ‖y − r‖ / ‖r‖. "
         "The bar is on a log scale from 1e-6 to 1; its tick is the tolerance.",
     ),
-    Column("loss", "text", "The loss after the last step."),
-    Column("gradient error", "text", "Relative L2 error of all gradients of the first step against fp32."),
-    Column("lost updates", "percent", "Share of the updates of weights that rounding loses."),
     Column("speed", "speed", "How many times as fast as fp32 a call is."),
     Column("memory", "ratio", "Peak memory of a call, or of a step of training, relative to fp32."),
     Column("setup", "text", "Seconds that preparing and compiling took."),
@@ -69,21 +64,13 @@ def runs_table(result: ScanResult, said: Sequence[Statement] | None = None) -> T
 
 def _figures(run: Run, result: ScanResult) -> dict[str, Any]:
     """What was measured of a run, by the name of the column."""
-    way, error, found = first_way(run), run.output_error, speed(run, result.runs)
-    training = run.training
+    error, found = run.output_error, speed(run, result.runs)
     figures: dict[str, Any] = {"memory": memory_ratio(run, result.runs)}
     if run.setup_seconds is not None:
         figures["setup"] = f"{run.setup_seconds:.1f} s"
     if not run.is_reference and found.told != "unknown":
         figures["speed"] = SpeedOf(found.told, found.ratio)
-    if result.training is not None:
-        figures["loss"] = _loss(run, way, result.training)
-        if way is not None:
-            figures["lost updates"] = way.lost_updates
-        if not run.is_reference and training is not None and training.gradients:
-            gradient = training.gradient_error
-            figures["gradient error"] = "Inf/NaN" if gradient is None else f"{gradient:.1e}"
-    elif not run.is_reference and error is not None:
+    if result.training is None and not run.is_reference and error is not None:
         # integers and booleans have no relative error: a sentence says how many differ
         text = ""
         if error.rel_l2 is None and error.distance is not None:
@@ -99,23 +86,6 @@ def shown_status(run: Run, result: ScanResult) -> str:
     if not run.is_reference and degenerate_output(run, result.runs) is not None:
         return "unjudged"
     return run.status
-
-
-def _loss(run: Run, way: TrainingWay | None, setup: TrainingSetup) -> str | None:
-    if run.is_reference:
-        losses: Sequence[float | None] = setup.losses
-    elif way is None or way.status not in ("ok", "inaccurate", "nonfinite") or len(way.losses) < 2:
-        return None
-    elif way.status == "nonfinite":
-        losses = [None]
-    else:
-        losses = way.losses
-    if not losses:
-        return None
-    # the loss after the last step, which may not be finite
-    if losses[-1] is None:
-        return "Inf/NaN"
-    return f"{losses[-1]:.4g}"
 
 
 def _why_reference(run: Run) -> str:

@@ -33,7 +33,6 @@ from lowprec_check.report.foreign_text import visible
 from lowprec_check.report.layout.html import fragment
 from lowprec_check.report.plan import kept_modules
 from lowprec_check.report.runs_table import runs_table
-from lowprec_check.report.training_blocks import training_blocks
 from lowprec_check.schema.precisions import LOW_FORMATS
 from lowprec_check.schema.scan_result import ScanResult
 from lowprec_check.schema.statements import Statement, agree, fill, module_name
@@ -72,7 +71,7 @@ def scan_document(result: ScanResult) -> Document:
     blocks += [Heading("Runs", anchor="runs"), runs_table(result, said)]
     times = [each for each in said if each.about == "times" and each.runs]
     blocks += [Say(each.text, "warn", "note", ", ".join(each.runs)) for each in times]
-    blocks += training_blocks(result, said)
+    blocks += sections("times", result, said)
     # causes in the order of the runs that they are about
     causes = [each for each in said if each.about == "error"]
     if causes:

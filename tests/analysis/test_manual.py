@@ -114,7 +114,9 @@ MACHINE = {
     "LP307": "inputs like others; tests/engine/run/test_margin.py",
     **dict.fromkeys(["LP308", "LP309", "LP310"], "another backend; tests/engine/run/test_backend_check.py"),
     "LP302": "a kernel that adds up in 16 bits, tested below",
-    **dict.fromkeys([f"LP50{number}" for number in range(1, 10)], "training; tests/analysis/test_training_advice.py"),
+    **dict.fromkeys(
+        [f"LP50{number}" for number in range(1, 10)], "training; tests/features/training/test_training_advice.py"
+    ),
     "LP901": "other inputs, tested below",
     "LP903": "a slow kernel or one that crashes",
 }

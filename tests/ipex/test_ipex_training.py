@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from training_loops import mean_square, sgd, trained, training
 
-from lowprec_check.analysis.training_advice import training_code
 from lowprec_check.engine.model.prepared import prepared
+from lowprec_check.features.training.advice import training_code
 from lowprec_check.features.training.steps import state_bytes
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.ways_to_train import WAYS

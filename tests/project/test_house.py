@@ -88,7 +88,7 @@ VIEWS = ("cli", "report", "schema")
 """``cli/x`` is the command of x, ``report/x`` shows it, ``schema/x`` is what is saved of it: one thing, one name."""
 
 
-FEATURE_PARTS = ("run.py", "rules.py", "statements.py", "report.py")
+FEATURE_PARTS = {"run", "rules", "statements", "advice", "report"}
 """The modules of a feature that are found by their names."""
 
 
@@ -97,7 +97,7 @@ def modules_by_name() -> Iterator[tuple[str, str]]:
     features = PACKAGE / "features"
     for path in FILES:
         named = path.parent if path.name == "__init__.py" else path
-        is_part = path.is_relative_to(features) and path.name in FEATURE_PARTS
+        is_part = path.is_relative_to(features) and named.stem in FEATURE_PARTS
         if named != PACKAGE and named.parent != features and not is_part:
             yield named.stem, inside(named.parent)
 

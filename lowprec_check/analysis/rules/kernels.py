@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from lowprec_check.analysis.rules.divergence import unscales_fp16
 from lowprec_check.analysis.rules.gaps import back, from_gaps, or_autocast
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
 from lowprec_check.analysis.rules.relevance import faster
 from lowprec_check.analysis.run_summary import failing_gaps, on_which_call, reference_of
 from lowprec_check.analysis.speed import cores_were_used
+from lowprec_check.analysis.training_status import unscales_fp16
 from lowprec_check.schema.axes import DEVICES, device_type
 from lowprec_check.schema.op_calls import PRODUCTS, fallback_of, seconds_killed
 from lowprec_check.schema.run_key import EAGER

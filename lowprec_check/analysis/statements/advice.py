@@ -27,8 +27,7 @@ from lowprec_check.analysis.run_summary import (
 from lowprec_check.analysis.speed import Speed, in_turns, is_faster, speed
 from lowprec_check.analysis.statements.kinds import Made, Said, per_run, per_scan, said, warn_if
 from lowprec_check.analysis.statements.status import NEAR, on_further, passes_but, why
-from lowprec_check.analysis.statements.training_findings import drawback, part_of_limit
-from lowprec_check.analysis.training_status import is_timed, remedies, way_text
+from lowprec_check.analysis.training_status import drawback, is_timed, part_of_limit, remedies, way_text
 from lowprec_check.schema.module_paths import number_of
 from lowprec_check.schema.plan import Plan
 from lowprec_check.schema.precisions import low_precisions
@@ -63,7 +62,7 @@ def _verdict(result: ScanResult) -> Iterator[Made]:
         tone: Tone = "good" if is_gain(result) else "none"
         part = 0.0
         if run is not None and result.training is not None:
-            part = part_of_limit(run, result)
+            part = part_of_limit(run, best.way, result.training)
         elif run is not None:
             part = part_of_tolerance(run)
         if part >= CLOSE:

@@ -216,25 +216,6 @@ def scope(result: ScanResult) -> Iterator[Made]:
     yield say(words, steps=setup.steps, optimizer=optimizer, loss=loss, batches=batches)
 
 
-@per_scan("seeds", "inputs")
-def seeds(result: ScanResult) -> Iterator[Made]:
-    """What a run in low precision is judged by."""
-    setup = result.training
-    if setup is None:
-        return
-    if not setup.seeds:
-        yield Said(plain("no fp32 run from another seed finished, so the loss is not judged"), "warn")
-        return
-    others = say("judged by {seeds:count fp32 run} from other seeds", seeds=setup.seeds)
-    which = " (other {varied:names})" if setup.is_varied else " ({varied:names} only)"
-    varied = say_if(setup.is_varied or setup.varied, which, varied=setup.varied)
-    yield chained(chained(others, varied, between=""), plain("after the last step"), between=", ")
-    # Then a loss that stands still is no sign of a failure.
-    if setup.limit_low and not setup.loss_tells:
-        few = "{steps:count step} cannot tell whether the loss falls: one that does not change is within the limits"
-        yield Said(say(few, steps=setup.steps), "warn")
-
-
 @per_scan("inputs", "inputs")
 def inputs(result: ScanResult) -> Iterator[Made]:
     """On how many inputs the statuses rest."""

@@ -16,10 +16,10 @@ from training_cases import a_result, a_trained, a_way
 from training_loops import mean_square, sgd, trained, training
 
 from lowprec_check.analysis.conclusion import conclude
-from lowprec_check.analysis.statements.training_findings import power_of_two
-from lowprec_check.analysis.training_advice import training_code
 from lowprec_check.engine.model.optimizer_like import Clip, OptimizerLike, settings_of
 from lowprec_check.features.training import ways
+from lowprec_check.features.training.advice import training_code
+from lowprec_check.features.training.statements import power_of_two
 from lowprec_check.report.registry import FORMATS, render
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.training import Divergence, LostUpdates

@@ -1,14 +1,18 @@
-"""What a training scan found, as blocks: ways to train, gradients, loss scales, lost updates."""
+"""What a training scan found: columns of runs, loss by step, ways to train, gradients, updates."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from lowprec_check.analysis.recommend import recommended_run
-from lowprec_check.analysis.run_summary import label, reference_of
-from lowprec_check.analysis.statements.training_findings import MATTERS, lost_kinds, tensor_name
-from lowprec_check.analysis.training_status import distance_limit, first_way, remarks, steps_of, ways_tried
-from lowprec_check.report.blocks import Block, Column, Detail, ErrorOf, Fold, Heading, Row, Say, Table
+from lowprec_check.analysis.run_summary import candidates, label, reference_of
+from lowprec_check.analysis.training_status import distance_limit, first_way, ways_tried
+from lowprec_check.features.training.outcomes import remarks, steps_of
+from lowprec_check.features.training.statements import MATTERS, lost_kinds, tensor_name
+from lowprec_check.report import charts
+from lowprec_check.report.blocks import Block, Chart, Column, Detail, ErrorOf, Fold, Heading, Row, Say, Table
+from lowprec_check.report.feature_parts import RunColumn, Section
+from lowprec_check.report.foreign_text import visible
 from lowprec_check.schema.registry import choices
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Statement, agree, counted, percent, shown
@@ -39,6 +43,101 @@ _LOST = (
 )
 _PARAMETERS = 20
 """Rows of a table of gradients."""
+
+
+# -- columns of the table of runs
+
+
+def _loss(run: Run, result: ScanResult) -> str | None:
+    setup, way = result.training, first_way(run)
+    if setup is None:
+        return None
+    if run.is_reference:
+        losses: Sequence[float | None] = setup.losses
+    elif way is None or way.status not in ("ok", "inaccurate", "nonfinite") or len(way.losses) < 2:
+        return None
+    elif way.status == "nonfinite":
+        losses = [None]
+    else:
+        losses = way.losses
+    if not losses:
+        return None
+    # the loss after the last step, which may not be finite
+    if losses[-1] is None:
+        return "Inf/NaN"
+    return f"{losses[-1]:.4g}"
+
+
+def _gradient_error(run: Run, result: ScanResult) -> str | None:
+    training = run.training
+    if result.training is None or run.is_reference or training is None or not training.gradients:
+        return None
+    if training.gradient_error is None:
+        return "Inf/NaN"
+    return f"{training.gradient_error:.1e}"
+
+
+def _lost_updates(run: Run, result: ScanResult) -> float | None:
+    way = first_way(run)
+    if result.training is None or way is None:
+        return None
+    return way.lost_updates
+
+
+LOSS = RunColumn("output error", Column("loss", "text", "The loss after the last step."), _loss)
+GRADIENT_ERROR = RunColumn(
+    "output error",
+    Column("gradient error", "text", "Relative L2 error of all gradients of the first step against fp32."),
+    _gradient_error,
+)
+LOST_UPDATES = RunColumn(
+    "output error",
+    Column("lost updates", "percent", "Share of the updates of weights that rounding loses."),
+    _lost_updates,
+)
+
+
+# -- a chart of pages
+
+
+def loss_by_step(result: ScanResult, said: Sequence[Statement]) -> Iterator[Chart]:
+    """Loss by step, a line per precision, with the range of fp32 runs from other seeds; nothing
+    for fewer than three steps.
+
+    Changes of the loss are judged, so each line starts at the first loss of fp32, as the range
+    does.
+    """
+    setup = result.training
+    if setup is None or setup.steps < 2 or len(setup.losses) < 2:
+        return
+    first = setup.losses[0]
+    losses = [charts.StepLine("fp32", "ink", setup.losses)]
+    distances = []
+    ways = [(run, way) for run in candidates(result.runs) if (way := first_way(run)) is not None]
+    for number, (run, way) in enumerate(ways[:12]):
+        name, color = visible(label(run)), f"s{1 + number % 6}"
+        shift = first - next((loss for loss in way.losses[:1] if loss is not None), first)
+        moved = [None if loss is None else loss + shift for loss in way.losses]
+        losses.append(charts.StepLine(name, color, moved))
+        distances.append(charts.StepLine(name, color, [None, *way.distances]))
+    distances.append(charts.StepLine("other seeds", "dim", [None, *setup.distances]))
+    band = [[first + bound for bound in bounds] for bounds in (setup.loss_low, setup.loss_high)]
+    title = (
+        "Loss, each line from the first loss of fp32, and distance of the weights from those of fp32, by step; "
+        "grey: fp32 runs from other seeds"
+    )
+
+    def draw() -> str:
+        drawn = charts.by_step(title, losses, setup.steps, "loss", band)
+        if any(value for line in distances for value in line.values):
+            of_weights = "Distance of the weights from those of fp32 by step, a line per precision"
+            drawn += charts.by_step(of_weights, distances, setup.steps, "distance")
+        return drawn
+
+    yield Chart(title, draw, detail="all")
+
+
+# -- sections
 
 
 def training_blocks(result: ScanResult, said: Sequence[Statement]) -> Iterator[Block]:
@@ -204,3 +303,6 @@ def _gradients(name: str, gradients: Sequence[ParameterGradient]) -> Fold:
     left_out = max(0, len(gradients) - _PARAMETERS)
     table = Table(_GRADIENTS, rows, f"gradients, {name}", searchable=True, left_out=left_out)
     return Fold(f"Gradients by parameter: {name}", [table], detail="all")
+
+
+CHART, SECTION = Section("runs", loss_by_step), Section("times", training_blocks)

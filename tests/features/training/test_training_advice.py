@@ -20,7 +20,7 @@ from lowprec_check.analysis.conclusion import conclude
 from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.analysis.statements.advice import verdict
 from lowprec_check.analysis.statements.kinds import statements
-from lowprec_check.analysis.training_advice import training_code
+from lowprec_check.features.training.advice import training_code
 from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.run_key import RunKey

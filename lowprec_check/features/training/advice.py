@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from lowprec_check.analysis.recommend import best_of, recommendation_of
+from lowprec_check.analysis.recommend import Advisor, best_of, recommendation_of
 from lowprec_check.analysis.run_summary import candidates
 from lowprec_check.analysis.snippet import convert_targets, prepare
-from lowprec_check.analysis.training_status import first_way, is_timed, passing_ways
+from lowprec_check.analysis.training_status import first_way, is_timed, keeps_weights, passing_ways
 from lowprec_check.schema.axes import device_type
 from lowprec_check.schema.findings import Prefer, Recommendation
 from lowprec_check.schema.run_key import RunKey
@@ -175,9 +174,7 @@ class Trained(NamedTuple):
         return float("inf")
 
 
-def recommend_training(
-    result: ScanResult, environment: Mapping[str, Any] = MappingProxyType({}), prefer: Prefer = "speed"
-) -> Recommendation | None:
+def recommend_training(result: ScanResult, environment: Mapping[str, Any], prefer: Prefer) -> Recommendation | None:
     """The best way to train that passed, without its reason, which is made of statements; ``None``
     if none passed. ``environment`` as in :func:`~lowprec_check.analysis.recommend.recommend`.
 
@@ -241,7 +238,4 @@ def _best(result: ScanResult, environment: Mapping[str, Any], prefer: Prefer) ->
     return best_ways[best_of(runs, runs, environment, "accuracy", lambda run: best_ways[run.key].distance).key]
 
 
-def keeps_weights(run: Run) -> bool:
-    """Whether the weights stay in fp32: under autocast, unless the file has cast them."""
-    plain = run.training and run.training.way("plain")
-    return run.is_autocast and (plain is None or plain.lost_updates is None)
+ADVISOR = Advisor(lambda result: result.training is not None, recommend_training)

@@ -18,8 +18,8 @@ from lowprec_check.analysis.diff import diff_scans
 from lowprec_check.analysis.recommend import passes, recommended_run
 from lowprec_check.analysis.statements.advice import verdict
 from lowprec_check.analysis.statements.kinds import statements
-from lowprec_check.analysis.training_status import remarks
-from lowprec_check.report import charts
+from lowprec_check.features.training.outcomes import remarks
+from lowprec_check.features.training.report import loss_by_step, training_blocks
 from lowprec_check.report.blocks import Fold, Say, Table, cell_text
 from lowprec_check.report.diff import diff_document
 from lowprec_check.report.layout.markdown import LONGEST
@@ -27,7 +27,6 @@ from lowprec_check.report.layout.text import text as laid_out
 from lowprec_check.report.registry import FORMATS, render
 from lowprec_check.report.runs_table import runs_table
 from lowprec_check.report.scan_document import scan_document
-from lowprec_check.report.training_blocks import training_blocks
 from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import percent
@@ -344,8 +343,7 @@ def test_steps_with_gradients_of_zero() -> None:
 
 def test_the_chart_shows_changes_of_the_loss_as_they_are_judged() -> None:
     above = way("plain", losses=[loss + 1 for loss in FP32_LOSSES], distances=[])
-    chart = charts.training(of_one(RESULT.run("half"), ways=[above]))
-    assert chart is not None
+    (chart,) = loss_by_step(of_one(RESULT.run("half"), ways=[above]), [])
     drawn = re.findall(r'<(?:path|polyline)[^>]* (?:d|points)="([^"]+)"', chart.draw())
     assert len(drawn) != len(set(drawn)), "the line of half is that of fp32"
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import floor, frexp, log2
 
 from lowprec_check.analysis.recommend import recommended_run
 from lowprec_check.analysis.run_summary import reference_of
-from lowprec_check.analysis.statements.kinds import Made, Said, per_run, warn_if
+from lowprec_check.analysis.statements.kinds import Made, Said, per_run, per_scan, warn_if
 from lowprec_check.analysis.statements.status import why
-from lowprec_check.analysis.training_advice import FEW, keeps_weights
-from lowprec_check.analysis.training_status import Lost, distance_limit, first_way, passing_ways, remedies, steps_of
+from lowprec_check.analysis.training_status import (
+    distance_limit,
+    first_way,
+    keeps_weights,
+    part_of_limit,
+    passing_ways,
+    remedies,
+)
+from lowprec_check.features.training.advice import FEW
+from lowprec_check.features.training.outcomes import Lost, steps_of
 from lowprec_check.schema.precisions import FP16
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Sentence, chained, fill, module_name, plain, say, say_if
@@ -44,14 +52,14 @@ def _in_fp32(result: ScanResult) -> TrainingWay | None:
     return first_way(reference)
 
 
-@per_run("training", "advice")
+@per_run("training", "advice", after="compared-module")
 def stays_near(run: Run, result: ScanResult) -> Made:
     """How near the recommended way to train stays to fp32."""
     way, setup = _recommended(run, result), result.training
     if way is None or setup is None:
         return None
     # Both losses after as many steps: the way may have made fewer than fp32.
-    done, parts, part = steps_of(way), [], part_of_limit(run, result)
+    done, parts, part = steps_of(way), [], part_of_limit(run, way.name, setup)
     if done and len(setup.losses) > done:
         words = "its loss goes from {first:loss} to {last:loss}, in fp32 from {fp32_first:loss} to {fp32_last:loss}"
         of_fp32 = {"fp32_first": setup.losses[0], "fp32_last": setup.losses[done]}
@@ -73,18 +81,7 @@ def stays_near(run: Run, result: ScanResult) -> Made:
     return warn_if(part >= NEAR, says)
 
 
-def part_of_limit(run: Run, result: ScanResult) -> float:
-    """How far the recommended way's weights end from fp32's, as a part of the limit, or 0."""
-    way, setup = _recommended(run, result), result.training
-    if way is None or setup is None:
-        return 0.0
-    limit = distance_limit(run, way, setup)
-    if limit is None:
-        return 0.0
-    return way.distances[-1] / limit
-
-
-@per_run("scaling", "advice")
+@per_run("scaling", "advice", after="compared-module")
 def scaling(run: Run, result: ScanResult) -> Made:
     """Whether the recommended way to train scales the loss, and why."""
     way, training = _recommended(run, result), run.training
@@ -111,7 +108,7 @@ def _skipped(steps: int) -> Sentence:
     return say("no step skipped")
 
 
-@per_run("updates", "advice")
+@per_run("updates", "advice", after="compared-module")
 def updates(run: Run, result: ScanResult) -> Made:
     """Whether the recommended way to train loses updates of weights, or how it keeps them."""
     way = _recommended(run, result)
@@ -137,7 +134,7 @@ def updates(run: Run, result: ScanResult) -> Made:
     return Said(say(f"{loses}, which a longer training may show", lost=lost), "warn")
 
 
-@per_run("other-way", "advice")
+@per_run("other-way", "advice", after="compared-module")
 def other_way(run: Run, result: ScanResult) -> Made:
     """Why the recommended run is not to be trained as its user would write it."""
     way, first = _recommended(run, result), first_way(run)
@@ -147,7 +144,7 @@ def other_way(run: Run, result: ScanResult) -> Made:
     return chained(say("{first:text} it does not pass", first=usual), why(run), between=": ")
 
 
-@per_run("state", "advice")
+@per_run("state", "advice", after="compared-module")
 def state(run: Run, result: ScanResult) -> Made:
     """The memory of weights and optimizer state in the recommended way, against fp32's."""
     way, reference, fp32 = _recommended(run, result), reference_of(result.runs), _in_fp32(result)
@@ -169,20 +166,32 @@ def state(run: Run, result: ScanResult) -> Made:
     return chained(takes, smaller, of_a_step)
 
 
-def drawback(run: Run) -> Sentence | None:
-    """Why a faster run that passes is not recommended; ``None`` if its weights stay in fp32."""
-    first = first_way(run)
-    if first is None or run.format is None or keeps_weights(run):
-        return None
-    lost = first.lost_updates
-    loses = say_if(lost, "rounding loses {lost:percent} of their updates", lost=lost)
-    return chained(say("but its weights are in {format:text}", format=run.format.short), loses, between=": ")
+# -- what it is judged by
+
+
+@per_scan("seeds", "inputs", after="scope")
+def seeds(result: ScanResult) -> Iterator[Made]:
+    """What a run in low precision is judged by."""
+    setup = result.training
+    if setup is None:
+        return
+    if not setup.seeds:
+        yield Said(plain("no fp32 run from another seed finished, so the loss is not judged"), "warn")
+        return
+    others = say("judged by {seeds:count fp32 run} from other seeds", seeds=setup.seeds)
+    which = " (other {varied:names})" if setup.is_varied else " ({varied:names} only)"
+    varied = say_if(setup.is_varied or setup.varied, which, varied=setup.varied)
+    yield chained(chained(others, varied, between=""), plain("after the last step"), between=", ")
+    # Then a loss that stands still is no sign of a failure.
+    if setup.limit_low and not setup.loss_tells:
+        few = "{steps:count step} cannot tell whether the loss falls: one that does not change is within the limits"
+        yield Said(say(few, steps=setup.steps), "warn")
 
 
 # -- each run
 
 
-@per_run("passing-ways", "runs")
+@per_run("passing-ways", "runs", after="compared-module")
 def passing(run: Run, result: ScanResult) -> Made:
     """The ways to train that pass, where the first is not the plain one or fails; and its steps."""
     first, names, setup, parts = first_way(run), remedies(run), result.training, []
@@ -200,7 +209,7 @@ def passing(run: Run, result: ScanResult) -> Made:
     return chained(*parts)
 
 
-@per_run("gradients", "training")
+@per_run("gradients", "training", after="compared-module")
 def gradients(run: Run, result: ScanResult) -> Made:
     """What the precision does to the first step's gradients, without loss scaling, against fp32."""
     training = run.training
@@ -240,7 +249,7 @@ def _with(
     return chained(head, plain(" ("), inside, plain(")"), between="")
 
 
-@per_run("loss-scale", "training")
+@per_run("loss-scale", "training", after="compared-module")
 def loss_scale(run: Run, result: ScanResult) -> Made:
     """The loss scale that the first step suggests, and what happened when it was tried."""
     training = run.training
@@ -283,7 +292,7 @@ def loss_scale(run: Run, result: ScanResult) -> Made:
     return chained(start, largest, underflow, tried)
 
 
-@per_run("scale-growth", "training")
+@per_run("scale-growth", "training", after="compared-module")
 def scale_growth(run: Run, result: ScanResult) -> Made:
     """What becomes of the loss scale in a longer training, if gradients stay as large."""
     way = first_way(run)
@@ -351,7 +360,7 @@ def tensor_name(tensor: LostUpdates) -> str:
     return tensor.name
 
 
-@per_run("lost-updates", "training")
+@per_run("lost-updates", "training", after="compared-module")
 def lost_updates(run: Run, result: ScanResult) -> Made:
     """The share of updates that rounding loses: of weights, buffers, optimizer state, averages."""
     # Each kind with the tensor that loses most, and what weight decay alone loses.
@@ -376,7 +385,7 @@ def lost_updates(run: Run, result: ScanResult) -> Made:
 _IMPLEMENTATIONS = {"loop": "foreach=False", "foreach": "foreach=True", "fused": "fused=True"}
 
 
-@per_run("zero-gradients", "training")
+@per_run("zero-gradients", "training", after="compared-module")
 def zero_gradients(run: Run, result: ScanResult) -> Made:
     """Implementations of the optimizer in which a step with zero gradients spoils weights."""
     if run.training is None:

@@ -6,17 +6,11 @@ from collections.abc import Iterator
 
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
 from lowprec_check.analysis.rules.relevance import recommended_instead
-from lowprec_check.analysis.training_status import first_way, told, trained_runs, way_text
+from lowprec_check.analysis.training_status import first_way, unscales_fp16, way_text
+from lowprec_check.features.training.outcomes import told, trained_runs
 from lowprec_check.schema.scan_result import ScanResult, Severity
 from lowprec_check.schema.statements import Sentence, chained, say, say_if
 from lowprec_check.schema.training import Divergence, TrainingWay
-
-_UNSCALE = "Attempting to unscale FP16 gradients"
-
-
-def unscales_fp16(way: TrainingWay) -> bool:
-    """Whether it failed because ``GradScaler`` rejects gradients in fp16."""
-    return way.exception is not None and _UNSCALE in way.exception.message
 
 
 @rule("LP505", "unscale-fp16", "error")

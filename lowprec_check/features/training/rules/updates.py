@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from lowprec_check.analysis.recommend import changes_nothing
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
-from lowprec_check.analysis.training_advice import keeps_weights
-from lowprec_check.analysis.training_status import LOST, Lost, first_way, passing_ways, trained_runs
+from lowprec_check.analysis.training_status import LOST, first_way, keeps_weights, passing_ways
+from lowprec_check.features.training.outcomes import Lost, trained_runs
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Figure, Sentence, bytes_figure, chained, percent, say, say_if
 from lowprec_check.schema.training import LostUpdates

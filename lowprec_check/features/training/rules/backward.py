@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from lowprec_check.analysis.rules.registry import Finding, line_of, rule
 from lowprec_check.analysis.rules.relevance import passing_elsewhere
-from lowprec_check.analysis.training_status import first_way, told, trained_runs
+from lowprec_check.analysis.training_status import first_way
+from lowprec_check.features.training.outcomes import told, trained_runs
 from lowprec_check.schema.axes import device_type
 from lowprec_check.schema.scan_result import ScanResult, Severity
 from lowprec_check.schema.statements import chained, counted, say, say_if
