@@ -14,7 +14,7 @@ from lowprec_check.analysis.statements.advice import basis
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.schema.findings import Severity
 from lowprec_check.schema.registry import objects_of_features
-from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, RunKey
+from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult, skipped
 
 
@@ -38,28 +38,17 @@ def conclude(result: ScanResult) -> ScanResult:
     return msgspec.structs.replace(result, recommendation=advice, statements=said)
 
 
-def wanted_runs(result: ScanResult) -> list[RunKey]:
-    """Every run that the scan was to make, the reference first; a plan is not counted."""
-    options, reference = result.options, result.runs[0].key
-    # eager mode first, as it explains the others
-    asked = [
-        reference._replace(precision=precision, backend=backend, memory_format=memory_format)
-        for backend in sorted(options.get("backends", []), key=lambda name: name != EAGER)
-        for memory_format in options.get("memory_formats", [CONTIGUOUS])
-        for precision in options.get("precisions", [])
-    ]
-    return list(dict.fromkeys([reference, *asked]))
-
-
-def as_wanted(result: ScanResult, runs: Sequence[Run]) -> list[Run]:
-    """``runs`` in the order of :func:`wanted_runs`, whatever ran first; a plan is last."""
-    order = {key: place for place, key in enumerate(wanted_runs(result))}
+def as_wanted(runs: Sequence[Run], keys: Sequence[RunKey]) -> list[Run]:
+    """``runs`` in the order of ``keys``, whatever ran first; a plan is last."""
+    order = {key: place for place, key in enumerate(keys)}
     return sorted(runs, key=lambda run: order.get(run.key, len(order)))
 
 
-def conclude_early(result: ScanResult, reason: str = "the scan ended early") -> ScanResult | None:
+def conclude_early(
+    result: ScanResult, keys: Sequence[RunKey], reason: str = "the scan ended early"
+) -> ScanResult | None:
     """Like :func:`conclude` for a scan that ended early, which is not ``complete``: the missing
-    runs are ``skipped`` for ``reason``.
+    ones of its runs, ``keys``, are ``skipped`` for ``reason``.
 
     ``None`` if no run but the reference has finished.
     """
@@ -67,8 +56,8 @@ def conclude_early(result: ScanResult, reason: str = "the scan ended early") -> 
     if len(done) < 2:
         return None
     result = without_early_times(result)
-    missing = [skipped(key, reason, result.evidence) for key in wanted_runs(result) if key not in done]
-    runs = as_wanted(result, [*result.runs, *missing])
+    missing = [skipped(key, reason, result.evidence) for key in keys if key not in done]
+    runs = as_wanted([*result.runs, *missing], keys)
     return conclude(msgspec.structs.replace(result, runs=runs, complete=False))
 
 

@@ -44,11 +44,9 @@ class Progress:
         else:
             self._show(self.line(run, doing, system.monotonic() - self._started))
 
-    def done(self, result: ScanResult) -> None:
-        """A run has finished; ``result`` has those so far."""
-        from lowprec_check.analysis.conclusion import wanted_runs
-
-        self._done, self._total = len(result.runs), len(wanted_runs(result))
+    def done(self, result: ScanResult, total: int) -> None:
+        """A run of ``total`` has finished; ``result`` has those so far."""
+        self._done, self._total = len(result.runs), total
         self._done_after.append(system.monotonic() - self._started)
         self._show_rows(result)
 

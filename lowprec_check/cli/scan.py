@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -46,6 +47,7 @@ from lowprec_check.schema.statements import agree, counted
 
 if TYPE_CHECKING:
     from lowprec_check.analysis.baseline import Baseline
+    from lowprec_check.schema.run_key import RunKey
     from lowprec_check.schema.scan_result import ScanResult
 
 
@@ -126,15 +128,16 @@ def scan(
         earlier = _unfinished(json)
 
         def grown(so_far: ScanResult) -> None:
-            display.done(so_far)
+            keys = options.keys(so_far.runs[0].device)
+            display.done(so_far, len(keys))
             if json is not None and not is_printed:
-                _save_so_far(so_far, json)
+                _save_so_far(so_far, keys, json)
 
         result, ended_by = last_before_end(scan_file(spec, options, isolation, display.step, earlier), grown)
     # What was finished is reported and saved, also if the scan ended early.
     saves: Saves = []
     with interrupts_ignored_after(ended_by):
-        concluded = asked_to_fail_on(_conclude(result, ended_by), fail_on, with_baseline=baseline is not None)
+        concluded = asked_to_fail_on(_conclude(result, options, ended_by), fail_on, with_baseline=baseline is not None)
         if ended_by is None:
             concluded, saves = _apply_baseline(concluded, accepted, baseline, update_baseline)
     try:
@@ -188,20 +191,20 @@ def _unfinished(path: Path | None) -> ScanResult | None:
     return earlier
 
 
-def _save_so_far(result: ScanResult, path: Path) -> None:
+def _save_so_far(result: ScanResult, keys: Sequence[RunKey], path: Path) -> None:
     """Save the finished runs of a scan whose runs take long: one with streamed weights."""
     from lowprec_check.analysis.conclusion import conclude_early
     from lowprec_check.schema.scanned_model import STREAMED
 
     if STREAMED not in result.model.notes:
         return
-    so_far = conclude_early(result)
+    so_far = conclude_early(result, keys)
     if so_far is not None:
         with contextlib.suppress(UsageError):  # the whole result is saved at the end, or that says why it cannot be
             so_far.save(path)
 
 
-def _conclude(result: ScanResult, ended_by: BaseException | None) -> ScanResult:
+def _conclude(result: ScanResult, options: ScanOptions, ended_by: BaseException | None) -> ScanResult:
     """The result with its conclusion; raises ``ended_by`` if that ended it before any run."""
     from lowprec_check.analysis.conclusion import conclude, conclude_early
 
@@ -212,7 +215,7 @@ def _conclude(result: ScanResult, ended_by: BaseException | None) -> ScanResult:
         why = "the scan was interrupted"
     elif isinstance(ended_by, Terminated):
         why = f"the scan was ended by {ended_by.name}"
-    concluded = conclude_early(result, why)
+    concluded = conclude_early(result, options.keys(result.runs[0].device), why)
     if concluded is None:
         raise ended_by
     return concluded

@@ -11,7 +11,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from lowprec_check.analysis.conclusion import as_wanted, conclude, wanted_runs
+from lowprec_check.analysis.conclusion import as_wanted, conclude
 from lowprec_check.analysis.fixes.source_text import texts_of_lines
 from lowprec_check.analysis.rules.registry import check_codes
 from lowprec_check.analysis.run_summary import vanishes
@@ -137,7 +137,7 @@ def growing_scan(
         for feature in features():
             feature.after_reference(batches, fp32)
 
-        first = batches[0]
+        first, keys = batches[0], options.keys(fp32.device)
         model = describe_target(source.target, fp32, trains=not mode.is_forward, batches=options.batches)
         result = ScanResult(
             tool=f"lowprec-check {version()}",
@@ -150,12 +150,12 @@ def growing_scan(
             runs=[fp32],
             digest=mode.digest(source, batches),
         )
-        notes = [*model.notes, *replaced(options.names_of("backends"))[1], *backend_notes(wanted_runs(result))]
+        notes = [*model.notes, *replaced(options.names_of("backends"))[1], *backend_notes(keys)]
         result = msgspec.structs.replace(result, model=msgspec.structs.replace(model, notes=notes))
         yield result
 
         resumed = mode.resumed(source, result, earlier)
-        for key in first.in_order(wanted_runs(result)[1:]):
+        for key in first.in_order(keys[1:]):
             # A resumed run has what features added to it.
             run = resumed.get(key)
             if run is None:
@@ -164,7 +164,7 @@ def growing_scan(
                     run = feature.after_run(batches, run)
             result = msgspec.structs.replace(
                 result,
-                runs=as_wanted(result, [*result.runs, run]),
+                runs=as_wanted([*result.runs, run], keys),
                 options=options.saved(first.isolation),  # a run may show that forks do not work
                 source_lines=result.source_lines | texts_of_lines(_lines_of(run), source.name),
             )

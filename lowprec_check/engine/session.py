@@ -92,8 +92,8 @@ def scan_file(
         for run in result.runs:
             sent = runs.get(run.key)
             runs[run.key] = run if sent is None else msgspec.structs.replace(run, op_calls=sent.op_calls)
-        whole = msgspec.structs.replace(result, runs=list(runs.values()))
-        yield msgspec.structs.replace(whole, runs=as_wanted(whole, whole.runs))
+        whole = list(runs.values())
+        yield msgspec.structs.replace(result, runs=as_wanted(whole, options.keys(whole[0].device)))
 
 
 def plan_file(

@@ -17,7 +17,7 @@ from lowprec_check.schema.findings import Prefer
 from lowprec_check.schema.measures import Errors, Reference, Scenario
 from lowprec_check.schema.precisions import PRECISIONS, bases_called, formats, low_names, plan_bases
 from lowprec_check.schema.registry import Registry, choices, words_in
-from lowprec_check.schema.run_key import CONTIGUOUS, EAGER
+from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE, RunKey
 from lowprec_check.schema.what_if import WHAT_IF_FORMATS
 
 FORMS = (
@@ -374,6 +374,18 @@ class ScanOptions(DeclaredOptions):
         if self.train:
             return self.steps or 1
         return 0
+
+    def keys(self, device: str) -> list[RunKey]:
+        """Every run that a scan makes on ``device``, the reference first; a plan is not counted."""
+        # Eager mode first, as it explains the others.
+        backends = sorted(replaced(self.names_of("backends"))[0], key=lambda name: name != EAGER)
+        asked = [
+            RunKey(precision, backend, device, MEMORY_FORMATS.get(memory_format).name)
+            for backend in backends
+            for memory_format in self.names_of("memory_formats")
+            for precision in self.names_of("precisions")
+        ]
+        return list(dict.fromkeys([RunKey(REFERENCE, device=device), *asked]))
 
     def saved(self, isolation: Isolation) -> dict[str, Any]:
         """The options as they are saved with the result."""

@@ -378,17 +378,16 @@ def test_the_rows_so_far_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
     model = ModelInfo(name="Net", parameters=1, inputs=[], modules=1, training=False)
-    options = {"precisions": ["half", "bfloat16"]}
     runs = [
         Run(precision="fp32", device="cpu", status="ok", latency_ms=6.0),
         Run(precision="half", device="cpu", status="nonfinite"),
         Run(precision="bfloat16", device="cpu", status="ok", latency_ms=3.0),
     ]
-    result = ScanResult(tool="t", target="t", model=model, environment={}, options=options, runs=runs)
+    result = ScanResult(tool="t", target="t", model=model, environment={}, options={}, runs=runs)
     with progress(quiet=False) as shown:
         shown.step("half", "plain run")
         assert "NaN or Inf" not in terminal.getvalue()
-        shown.done(result)
+        shown.done(result, 3)
         shown.step("bfloat16", "times")
     rows = terminal.getvalue()
     assert "NaN or Inf" in rows
@@ -406,12 +405,11 @@ def test_progress_names_the_run_of_how_many_and_the_time_left(monkeypatch: pytes
     shown.step("model.py", "loading")
     fp32 = Run(precision="fp32", device="cpu", status="ok")
     model = ModelInfo(name="Net", parameters=1, inputs=[], modules=1, training=False)
-    options = {"precisions": ["fp32", "bfloat16", "half", "autocast-fp16"], "backends": ["eager"]}
     runs = [fp32]
     for seconds, name in ((5.0, "bfloat16"), (10.0, "half")):
         now += seconds
-        result = ScanResult(tool="t", target="t", model=model, environment={}, options=options, runs=list(runs))
-        shown.done(result)
+        result = ScanResult(tool="t", target="t", model=model, environment={}, options={}, runs=list(runs))
+        shown.done(result, 4)
         shown.step(name, "plain run")
         runs.append(Run(precision=name, device="cpu", status="ok"))
     now += 4

@@ -20,7 +20,7 @@ from lowprec_check.report.layout.text import text as as_text
 from lowprec_check.report.scan_document import scan_document
 from lowprec_check.schema.measures import TimingConditions
 from lowprec_check.schema.op_calls import OpCall, OpCalls, to_columns
-from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.scan_result import Gap, ModelInfo, ResultError, Run, ScanResult
 from lowprec_check.schema.verdict import ErrorStats
 
@@ -265,17 +265,16 @@ def test_a_scan_that_ended_before_its_rounds_claims_no_times(in_rounds: bool) ->
     fp32 = Run(precision="fp32", device="cpu", status="ok", latency_ms=10.0)
     half = Run(precision="half", device="cpu", status="ok", latency_ms=90.0)
     conditions = TimingConditions() if in_rounds else None
-    options = {"precisions": ["half"], "backends": ["eager"]}
     result = ScanResult(
         tool="t",
         target="t",
         model=MODEL,
         environment={},
-        options=options,
+        options={},
         runs=[fp32, half],
         timing_conditions=conditions,
     )
-    early = conclude_early(result, "the scan was interrupted")
+    early = conclude_early(result, [fp32.key, half.key], "the scan was interrupted")
     assert early is not None
     assert [run.latency_ms for run in early.runs] == ([10.0, 90.0] if in_rounds else [None, None])
 
@@ -283,9 +282,8 @@ def test_a_scan_that_ended_before_its_rounds_claims_no_times(in_rounds: bool) ->
 def test_a_scan_that_ended_early_says_what_was_tried() -> None:
     fp32 = Run(precision="fp32", device="cpu", status="ok", latency_ms=1.0)
     failed = Run(precision="bfloat16", device="cpu", status="error")
-    options = {"precisions": PRECISIONS.names(), "backends": ["eager"]}
-    result = ScanResult(tool="t", target="t", model=MODEL, environment={}, options=options, runs=[fp32, failed])
-    early = conclude_early(result, "the scan was interrupted")
+    result = ScanResult(tool="t", target="t", model=MODEL, environment={}, options={}, runs=[fp32, failed])
+    early = conclude_early(result, ScanOptions().keys("cpu"), "the scan was interrupted")
     assert early is not None
     assert [(run.precision, run.status) for run in early.runs[2:]] == [
         ("autocast-bf16", "skipped"),
@@ -293,4 +291,4 @@ def test_a_scan_that_ended_early_says_what_was_tried() -> None:
         ("autocast-fp16", "skipped"),
     ]
     assert verdict(early) == "Stay in fp32: bfloat16 did not pass here"
-    assert conclude_early(msgspec.structs.replace(result, runs=[fp32]), "interrupted") is None
+    assert conclude_early(msgspec.structs.replace(result, runs=[fp32]), ScanOptions().keys("cpu")) is None

@@ -537,7 +537,8 @@ def resumed(
 def ended_early(result: ScanResult) -> ScanResult:
     """As it is saved, with a mark on its last run."""
     marked = msgspec.structs.replace(result.runs[-1], notes=["of the first scan"])
-    early = conclude_early(msgspec.structs.replace(result, runs=[*result.runs[:-1], marked]))
+    so_far = msgspec.structs.replace(result, runs=[*result.runs[:-1], marked])
+    early = conclude_early(so_far, ScanOptions(precisions="half").keys("cpu"))
     assert early is not None
     return ScanResult.from_json(early.to_json())
 
