@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from lowprec_check.schema.backend_checks import INPUT_CHANGES
+from lowprec_check.schema.backend_checks import INPUT_CHANGES, CompilerRemark
 from lowprec_check.schema.findings import Gap
 from lowprec_check.schema.measures import BatchRanges, InputsTried, PlaceRange
 from lowprec_check.schema.module_paths import is_inside
@@ -13,7 +13,7 @@ from lowprec_check.schema.op_calls import OpCall, OpCalls
 from lowprec_check.schema.plan import Attempt
 from lowprec_check.schema.precisions import FP16, plan_bases
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE, qualified
-from lowprec_check.schema.scan_result import Run
+from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Sentence, fill, say
 from lowprec_check.schema.verdict import look
 
@@ -52,6 +52,11 @@ def plan_starts(runs: Sequence[Run], *, wanted: bool | None) -> list[Run]:
         for run in tried
         if run.precision in bases and run.status not in ("ok", "unjudged") and (wanted or not run.judged_by_one_call)
     ]
+
+
+def searched_plan(result: ScanResult) -> bool:
+    """Whether the scan has searched for a plan."""
+    return result.complete and bool(plan_starts(result.runs, wanted=result.options.get("plan", False)))
 
 
 def failed_search(run: Run, attempts: Sequence[Attempt]) -> Attempt | None:
@@ -331,3 +336,8 @@ def ranges_of(runs: Sequence[Run]) -> BatchRanges:
         output_errors=[run.output_error.distance if run.output_error else None for run in runs],
         places=ranges_by_place([run.op_calls for run in runs]),
     )
+
+
+def remarks_of(run: Run) -> list[CompilerRemark]:
+    """What its backend said while it compiled the model; empty in eager mode."""
+    return run.backend_check.remarks if run.backend_check is not None else []

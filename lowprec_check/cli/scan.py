@@ -255,7 +255,7 @@ def plan(
         if json:
             print_document(planning.to_json())
         else:
-            from lowprec_check.report.plan import plan_document
+            from lowprec_check.features.plan.report import plan_document
 
             print_text(plan_document(planning))
         sys.stdout.flush()

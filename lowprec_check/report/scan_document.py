@@ -31,7 +31,6 @@ from lowprec_check.report.feature_parts import sections
 from lowprec_check.report.fix_blocks import fix_blocks
 from lowprec_check.report.foreign_text import visible
 from lowprec_check.report.layout.html import fragment
-from lowprec_check.report.plan import kept_modules
 from lowprec_check.report.runs_table import runs_table
 from lowprec_check.schema.precisions import LOW_FORMATS
 from lowprec_check.schema.scan_result import ScanResult
@@ -280,11 +279,10 @@ def _advice(result: ScanResult, said: Sequence[Statement]) -> Iterator[Block]:
         yield Say(f"The table of runs says why the {agree(more, 'other fails', 'others fail')}.", role="item")
     for gain in (*of_kind.get("also-faster", ()), *of_kind.get("also-smaller", ())):
         yield Say(gain.text, role="item", lead=", ".join(gain.runs))
+    yield from sections("advice", result, said)
     # the code to paste
     if best is None:
         return
-    if result.plan is not None and best.keep_fp32 == result.plan.keep_fp32:
-        yield from kept_modules(result.plan)
     if best.stay_in_fp32:
         name = best.label if run is not None else "it"
         yield Fold(f"To use {name} nevertheless", [CodeBlock(best.code)])

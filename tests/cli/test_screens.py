@@ -21,11 +21,11 @@ from shared_result import run, shared_result
 
 from lowprec_check.analysis.statements.advice import verdict
 from lowprec_check.catalog import versions
+from lowprec_check.features.plan.report import plan_document
 from lowprec_check.report import scan_document
 from lowprec_check.report.foreign_text import TRANSLITERATE, transliterated
 from lowprec_check.report.layout.text import print_table, screen
 from lowprec_check.report.layout.text import text as document_text
-from lowprec_check.report.plan import plan_document
 from lowprec_check.schema.scan_result import ScanResult
 
 RESULT = shared_result()

@@ -22,11 +22,11 @@ from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.analysis.snippet import snippet
 from lowprec_check.analysis.statements.kinds import said
 from lowprec_check.compat.scan_process import Request, row_of
+from lowprec_check.features.plan.report import plan_document
 from lowprec_check.report import scan_document as notebook
 from lowprec_check.report.layout.markdown import markdown
 from lowprec_check.report.layout.text import text
 from lowprec_check.report.matrix import matrix_document
-from lowprec_check.report.plan import plan_document
 from lowprec_check.report.registry import FORMATS, format_of, render
 from lowprec_check.schema.matrix import Matrix, MatrixCell
 from lowprec_check.schema.measures import Latency, Timing, TimingConditions

@@ -33,8 +33,8 @@ from lowprec_check.analysis.run_summary import (
     judged_output,
     on_which_call,
     reference_of,
+    remarks_of,
 )
-from lowprec_check.analysis.statements.status import remarks_of
 from lowprec_check.schema.axes import calibrates, project_of
 from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.measures import MATTERS

@@ -12,7 +12,6 @@ from lowprec_check.analysis.run_summary import (
     candidates,
     degenerate_output,
     differing_integers,
-    failed_search,
     fails_elsewhere,
     is_cast,
     is_too_small,
@@ -21,11 +20,11 @@ from lowprec_check.analysis.run_summary import (
     missing_kernels,
     part_of_tolerance,
     passes_all,
-    plan_starts,
     reference_of,
+    searched_plan,
 )
 from lowprec_check.analysis.speed import Speed, in_turns, is_faster, speed
-from lowprec_check.analysis.statements.kinds import Made, Said, per_run, per_scan, said, warn_if
+from lowprec_check.analysis.statements.kinds import Made, Said, kinds, per_run, per_scan, said, warn_if
 from lowprec_check.analysis.statements.status import NEAR, on_further, passes_but, why
 from lowprec_check.analysis.training_status import drawback, is_timed, part_of_limit, remedies, way_text
 from lowprec_check.schema.module_paths import number_of
@@ -49,7 +48,8 @@ def _verdict(result: ScanResult) -> Iterator[Made]:
     """What to do, in a few words."""
     best, run = result.recommendation, recommended_run(result)
     if best is None:
-        yield Said(_no_pass(result), "warn" if any(map(_passes_ablated, result.runs)) else "bad")
+        ablated = [run.ablation.status for run in result.runs if run.ablation is not None]
+        yield Said(_no_pass(result), "warn" if "ok" in ablated else "bad")
         return
     kept = ""
     if best.keep_fp32:
@@ -118,45 +118,11 @@ def _no_pass(result: ScanResult) -> Sentence:
     return say("Stay in fp32: {none:text} {here:text}", none=none, here=here)
 
 
-def _passes_ablated(run: Run) -> bool:
-    return run.ablation is not None and run.ablation.status == "ok"
-
-
-def _searched(result: ScanResult) -> bool:
-    """Whether the scan has searched for a plan."""
-    return result.complete and bool(plan_starts(result.runs, wanted=result.options.get("plan", False)))
-
-
-@per_run("way-out", "advice")
-def way_out(run: Run, result: ScanResult) -> Made:
-    """Modules with which in fp32 a run passes, where nothing passes as it is."""
-    ablation = run.ablation
-    if result.recommendation is not None or ablation is None or not _passes_ablated(run):
-        return None
-    words = "passes with {kept:modules} in fp32, error {after:error}"
-    if not _searched(result):
-        command = "plan" if result.prediction is None else "scan --plan"  # plan needs the device
-        words += f"; lowprec-check {command} searches for the fewest modules"
-    return Said(say(words, kept=ablation.keep_fp32, after=ablation.rel_l2), "warn")
-
-
-@per_run("no-plan", "advice")
-def _no_plan(run: Run, result: ScanResult) -> Made:
-    """What the search for modules to keep in fp32 found from a run, where it found none."""
-    search = failed_search(run, result.attempts)
-    if search is None or result.plan is not None:
-        return None
-    words = "{outcome:text} ({trials:count trial})"
-    if search.stopped_without_plan and result.prediction is None:
-        words += "; lowprec-check plan searches longer"
-    return say(words, outcome=search.outcome, trials=search.trials)
-
-
 @per_scan("patch", "advice", evidence="derived")
 def _patch(result: ScanResult) -> Iterator[Made]:
     """Lines of the user's code to patch, which may be less than a plan; none was tried."""
     elsewhere = result.fixing or result.training or result.prediction or ".py" not in result.target
-    if elsewhere or not _searched(result):
+    if elsewhere or not searched_plan(result):
         return
     # Lines of installed packages are not the user's to patch.
     rows = [culprit.row for run in result.runs if fails(run) for culprit in culprits(run)]
@@ -185,7 +151,7 @@ def in_fp32(kept: list[str], modules: int, plan: Plan | None) -> str:
 # -- what the verdict rests on
 
 
-@per_run("passes", "advice")
+@per_run("passes", "advice", basis=10)
 def judged(run: Run, result: ScanResult) -> Made:
     """How near the recommended run is to its limit, and on how many inputs that rests."""
     if run is not recommended_run(result) or result.training is not None:
@@ -215,7 +181,7 @@ def judged(run: Run, result: ScanResult) -> Made:
     return warn_if(is_near, chained(judged, further, differing_integers(run)))
 
 
-@per_run("gain", "advice")
+@per_run("gain", "advice", basis=30)
 def gain(run: Run, result: ScanResult) -> Made:
     """How fast the recommended run is and how much memory it takes, against fp32."""
     best = result.recommendation
@@ -238,27 +204,19 @@ def gain(run: Run, result: ScanResult) -> Made:
     return chained(_speed(against_fp32, run), memory, slow, between="; ")
 
 
-@per_run("setup", "advice")
+@per_run("setup", "advice", basis=80)
 def setup(run: Run, result: ScanResult) -> Made:
     """How long the recommended run took to set up, if that is long."""
     is_long = run is recommended_run(result) and (run.setup_seconds or 0.0) >= LONG_SETUP
     return say_if(is_long, "setting it up took {seconds:seconds}", seconds=run.setup_seconds)
 
 
-@per_run("kept", "advice")
-def kept(run: Run, result: ScanResult) -> Made:
-    """The modules that the recommendation keeps in fp32."""
-    is_best = run is recommended_run(result)
-    return say_if(is_best and run.keep_fp32, "kept in fp32: {kept:modules}", kept=run.keep_fp32)
-
-
-# The kinds that say what a recommendation rests on, in order.
-_BASIS = ("passes", "training", "gain", "scaling", "updates", "other-way", "state", "setup", "kept")
-
-
 def basis(said: Sequence[Statement]) -> str:
     """What the recommendation rests on, as one text, from the statements of a result."""
-    return sentences(statement.text for kind in _BASIS for statement in said if statement.kind == kind)
+    places = {name: kind.basis for name, kind in kinds().items() if kind.basis is not None}
+    rests_on = [statement for statement in said if statement.kind in places]
+    rests_on.sort(key=lambda statement: places[statement.kind])
+    return sentences(statement.text for statement in rests_on)
 
 
 def sentences(texts: Iterable[str]) -> str:

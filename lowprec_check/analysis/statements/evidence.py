@@ -10,7 +10,6 @@ from lowprec_check.analysis.error_shares import (
     BETWEEN,
     CHANCE,
     cancelling,
-    error_beside,
     fails_by_error,
     harmful_trials,
     is_confirmed,
@@ -23,15 +22,12 @@ from lowprec_check.analysis.error_shares import (
 from lowprec_check.analysis.run_summary import (
     candidates,
     degenerate_output,
-    is_plan_of,
     never_called,
-    passes_all,
     reference_of,
     tiny_output,
 )
 from lowprec_check.analysis.statements.kinds import Made, Said, per_run, per_scan
 from lowprec_check.analysis.statements.status import further_in
-from lowprec_check.catalog.versions import release_of
 from lowprec_check.schema.findings import RESCUES
 from lowprec_check.schema.measures import MATTERS
 from lowprec_check.schema.scan_result import Run, ScanResult
@@ -139,40 +135,6 @@ def unknown_cause(run: Run, result: ScanResult) -> Made:
     return chained(explains, say_if(share >= MATTERS, words, share=share), between="; ")
 
 
-@per_run("ablation", "error")
-def ablation(run: Run, result: ScanResult) -> Made:
-    """What keeping the modules with the largest shares in fp32 changed, in a plain run."""
-    tried, before = run.ablation, run.rel_l2
-    if tried is None or degenerate_output(run, result.runs) is not None:
-        return None
-    kept, after, passes = tried.keep_fp32, tried.rel_l2, tried.status == "ok"
-    if (passes or tried.status == "inaccurate") and after is not None:
-        and_passes = " and it passes" if passes else ""
-        if before is None:  # the output was not finite
-            finite = f"with {{kept:modules}} in fp32 the output is finite, error {{after:error}}{and_passes}"
-            return say(finite, kept=kept, after=after)
-        if not passes and error_beside(run) >= after:
-            return None  # it may be that of another tensor of the output
-        words = f"with {{kept:modules}} in fp32 the error is {{after:error}} instead of {{before:error}}{and_passes}"
-        if is_disproved(run):
-            words = "keeping {kept:modules} in fp32 does not help: the error is {after:error} instead of {before:error}"
-        return say(words, kept=kept, after=after, before=before)
-    if tried.status == "nonfinite":
-        return say("with {kept:modules} in fp32 the output has NaN or Inf", kept=kept)
-    return say("with {kept:modules} in fp32 the run ends as {status:text}", kept=kept, status=tried.status)
-
-
-@per_run("plan-passes", "error")
-def plan_passes(run: Run, result: ScanResult) -> Made:
-    """The modules that a plan keeps in fp32, with which this run passes."""
-    for plan in result.runs:
-        if is_plan_of(plan, run) and passes_all(plan, result.runs) and plan.keep_fp32:
-            passes = say("with {kept:modules} in fp32 (the plan) it passes", kept=plan.keep_fp32)
-            error = say_if(plan.rel_l2 is not None, ", error {error:error}", error=plan.rel_l2)
-            return chained(passes, error, between="")
-    return None
-
-
 @per_run("rescued", "error")
 def rescued(run: Run, result: ScanResult) -> Made:
     """How many calls fail, how they succeed, and how far the model continued with their results."""
@@ -251,41 +213,6 @@ def notes(result: ScanResult) -> Iterator[Made]:
     """What to know of the model and its inputs."""
     for note in result.model.notes:
         yield Said(plain(note), "warn")
-
-
-# -- predictions
-
-
-@per_scan("prediction", "prediction", evidence="predicted")
-def prediction(result: ScanResult) -> Iterator[Made]:
-    """That nothing ran on the device, and how many ops the catalog knows for it."""
-    device = result.prediction
-    if device is None:
-        return
-    missing, policy = "the 16-bit kernels of the CPU were emulated", ""
-    if device.name != "cpu":
-        missing = f"nothing ran on {device.name}"
-    elif device.torch != release_of(str(result.environment["torch"])):
-        missing = f"nothing ran with torch {device.torch}"
-    if device.autocast != device.torch:
-        policy = f"; its autocast policy: torch {device.autocast}"
-    words = "Predicted: {missing:text}. Its kernels: {kernels:text}{policy:text}"
-    head = say(words, missing=missing, kernels=device.kernels, policy=policy)
-    # How many of the ops in 16 bits the catalog knows, if any ran to their end.
-    assumed = sorted({op for run in result.runs for op in run.assumed_ops})
-    known = {op for run in result.runs for op in run.known_ops} - {*assumed}
-    statuses = {run.status for run in result.runs if run.is_low}
-    if known or assumed:
-        knows = "the catalog knows {known:number} of {total:count op} in 16 bits"
-        covered = say(knows, known=len(known), total=len(known) + len(assumed))
-    elif not statuses.isdisjoint(("timeout", "crashed")):
-        covered = plain("which ops run in 16 bits is not known, since a run did not end")
-    elif "skipped" in statuses:
-        covered = plain("which ops run in 16 bits is not known, since a run was skipped")
-    else:
-        covered = plain("no op ran in 16 bits")
-    others = say_if(assumed, ", the others are assumed to run: {ops:ops}", ops=assumed)
-    yield Said(chained(head, chained(covered, others, between=""), between="; "), "warn")
 
 
 # -- what was not seen

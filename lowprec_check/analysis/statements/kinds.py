@@ -45,6 +45,7 @@ class Kind(NamedTuple):
     evidence: Evidence
     is_per_run: bool
     after: str | None  # of a feature: the kind of the core that it follows
+    basis: int | None  # its place in what a recommendation rests on, if it is part of that
     make: Callable[..., Any]
 
 
@@ -52,28 +53,28 @@ _KINDS: dict[str, Kind] = {}
 
 
 def per_run(
-    name: str, about: About, *, evidence: Evidence = "measured", after: str | None = None
+    name: str, about: About, *, evidence: Evidence = "measured", after: str | None = None, basis: int | None = None
 ) -> Callable[[Callable[[Run, ScanResult], Made]], Callable[[Run, ScanResult], Made]]:
     """Register what is said of a run; the function gets the run and the result."""
-    return _registered(name, about, evidence, after, is_per_run=True)
+    return _registered(name, about, evidence, after, basis, is_per_run=True)
 
 
 def per_scan(
     name: str, about: About, *, evidence: Evidence = "measured", after: str | None = None
 ) -> Callable[[Callable[[ScanResult], Iterable[Made]]], Callable[[ScanResult], Iterable[Made]]]:
     """Register what is said of the whole scan; the function yields any number of sentences."""
-    return _registered(name, about, evidence, after, is_per_run=False)
+    return _registered(name, about, evidence, after, None, is_per_run=False)
 
 
 def _registered(
-    name: str, about: About, evidence: Evidence, after: str | None, *, is_per_run: bool
+    name: str, about: About, evidence: Evidence, after: str | None, basis: int | None, *, is_per_run: bool
 ) -> Callable[[Any], Any]:
     def register(make: Any) -> Any:
         if name in _KINDS:
             raise ValueError(f"the kind {name} is registered twice")
         first_paragraph = (make.__doc__ or "").partition("\n\n")[0]
         summary = " ".join(first_paragraph.split())
-        _KINDS[name] = Kind(name, about, summary, evidence, is_per_run, after, make)
+        _KINDS[name] = Kind(name, about, summary, evidence, is_per_run, after, basis, make)
         return make
 
     return register

@@ -16,12 +16,9 @@ from lowprec_check.analysis.run_summary import (
     part_of_tolerance,
     shorten,
 )
-from lowprec_check.analysis.speed import is_faster, speed
 from lowprec_check.analysis.statements.kinds import Made, Said, per_run, warn_if
 from lowprec_check.analysis.training_status import diverges, first_way, in_phase, nonfinite, when_raised
-from lowprec_check.schema.backend_checks import CompilerRemark
 from lowprec_check.schema.measures import MATTERS, InputsTried
-from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Sentence, chained, error_figure, percent, plain, say, say_if, short_op, some
 
@@ -233,29 +230,6 @@ def further_in(runs: Sequence[Run]) -> Sentence | None:
     if least == most:
         return say(number, most=most, kind=kind)
     return say(f"{{least:number}} – {number}", least=least, most=most, kind=kind)
-
-
-def remarks_of(run: Run) -> list[CompilerRemark]:
-    """What its backend said while it compiled the model; empty in eager mode."""
-    return run.backend_check.remarks if run.backend_check is not None else []
-
-
-@per_run("compiler-remarks", "runs")
-def compiler_remarks(run: Run, result: ScanResult) -> Made:
-    """How often a compiler warned, how many graph breaks it made, and the speed with them."""
-    remarks = remarks_of(run)
-    warned = sum(remark.count for remark in remarks if remark.kind == "warning")
-    breaks = sum(remark.count for remark in remarks if remark.kind == "graph-break")
-    if not warned and not breaks:
-        return None
-    warnings = say_if(warned, "{count:count warning} of the compiler (LP309)", count=warned)
-    graph_breaks, than = say_if(breaks, "{count:count graph break} (LP310)", count=breaks), None
-    eager = next((other for other in result.runs if other.key == run.key._replace(backend=EAGER)), None)
-    if breaks and eager is not None:
-        here, in_eager = speed(run, result.runs), speed(eager, result.runs)
-        if here.ratio and in_eager.ratio and (is_faster(here, in_eager) or is_faster(in_eager, here)):
-            than = say("with them {ratio:times} as fast as in eager mode", ratio=here.ratio / in_eager.ratio)
-    return chained(warnings, graph_breaks, than, between=", ")
 
 
 @per_run("compared-module", "runs")

@@ -52,7 +52,7 @@ def _in_fp32(result: ScanResult) -> TrainingWay | None:
     return first_way(reference)
 
 
-@per_run("training", "advice", after="compared-module")
+@per_run("training", "advice", after="compared-module", basis=20)
 def stays_near(run: Run, result: ScanResult) -> Made:
     """How near the recommended way to train stays to fp32."""
     way, setup = _recommended(run, result), result.training
@@ -81,7 +81,7 @@ def stays_near(run: Run, result: ScanResult) -> Made:
     return warn_if(part >= NEAR, says)
 
 
-@per_run("scaling", "advice", after="compared-module")
+@per_run("scaling", "advice", after="compared-module", basis=40)
 def scaling(run: Run, result: ScanResult) -> Made:
     """Whether the recommended way to train scales the loss, and why."""
     way, training = _recommended(run, result), run.training
@@ -108,7 +108,7 @@ def _skipped(steps: int) -> Sentence:
     return say("no step skipped")
 
 
-@per_run("updates", "advice", after="compared-module")
+@per_run("updates", "advice", after="compared-module", basis=50)
 def updates(run: Run, result: ScanResult) -> Made:
     """Whether the recommended way to train loses updates of weights, or how it keeps them."""
     way = _recommended(run, result)
@@ -134,7 +134,7 @@ def updates(run: Run, result: ScanResult) -> Made:
     return Said(say(f"{loses}, which a longer training may show", lost=lost), "warn")
 
 
-@per_run("other-way", "advice", after="compared-module")
+@per_run("other-way", "advice", after="compared-module", basis=60)
 def other_way(run: Run, result: ScanResult) -> Made:
     """Why the recommended run is not to be trained as its user would write it."""
     way, first = _recommended(run, result), first_way(run)
@@ -144,7 +144,7 @@ def other_way(run: Run, result: ScanResult) -> Made:
     return chained(say("{first:text} it does not pass", first=usual), why(run), between=": ")
 
 
-@per_run("state", "advice", after="compared-module")
+@per_run("state", "advice", after="compared-module", basis=70)
 def state(run: Run, result: ScanResult) -> Made:
     """The memory of weights and optimizer state in the recommended way, against fp32's."""
     way, reference, fp32 = _recommended(run, result), reference_of(result.runs), _in_fp32(result)

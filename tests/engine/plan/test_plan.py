@@ -35,8 +35,8 @@ from lowprec_check.engine.plan.trials import Limits
 from lowprec_check.engine.run.target_source import TargetSource, load_spec
 from lowprec_check.engine.run.target_spec import TargetSpec
 from lowprec_check.engine.session import plan_file
+from lowprec_check.features.plan.report import plan_document
 from lowprec_check.report.layout.text import text
-from lowprec_check.report.plan import plan_document
 from lowprec_check.schema.options import PlanOptions
 from lowprec_check.schema.plan import Planning
 from lowprec_check.schema.run_key import RunKey

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from lowprec_check.analysis.rules.registry import Finding, rule
-from lowprec_check.analysis.statements.status import remarks_of
+from lowprec_check.analysis.run_summary import remarks_of
 from lowprec_check.schema.axes import project_of
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import ScanResult, Severity

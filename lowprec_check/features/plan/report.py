@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from lowprec_check.analysis.speed import ALIKE, ratio_text
 from lowprec_check.analysis.statements.advice import in_fp32
 from lowprec_check.analysis.suspects import kept_because
 from lowprec_check.report.blocks import Block, CodeBlock, Column, Document, Row, Say, Table, speed_of
+from lowprec_check.report.feature_parts import Section
 from lowprec_check.schema.plan import Constant, Plan, Planning
 from lowprec_check.schema.run_key import qualified
-from lowprec_check.schema.statements import Sentence, agree, chained, plain, say
+from lowprec_check.schema.scan_result import ScanResult
+from lowprec_check.schema.statements import Sentence, Statement, agree, chained, plain, say
 
 _COLUMNS = [
     Column("base", "run"),
@@ -107,3 +109,14 @@ def _course(plan: Plan) -> Iterator[Sentence]:
         yield say(words, untried=plan.unconfirmed)
     elif plan.keep_fp32:
         yield plain(f"without {agree(tried, 'it', 'any one of them')} the model fails")
+
+
+def _recommended_plan(result: ScanResult, said: Sequence[Statement]) -> list[Block]:
+    """Why its modules stay in fp32, if the plan is recommended."""
+    best, plan = result.recommendation, result.plan
+    if best is None or plan is None or best.keep_fp32 != plan.keep_fp32:
+        return []
+    return kept_modules(plan)
+
+
+SECTION = Section("advice", _recommended_plan)

@@ -1,0 +1,39 @@
+"""What a plan keeps in fp32, and why there is none."""
+
+from __future__ import annotations
+
+from lowprec_check.analysis.recommend import recommended_run
+from lowprec_check.analysis.run_summary import failed_search, is_plan_of, passes_all
+from lowprec_check.analysis.statements.kinds import Made, per_run
+from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.statements import chained, say, say_if
+
+
+@per_run("plan-passes", "error", after="unknown-cause")
+def plan_passes(run: Run, result: ScanResult) -> Made:
+    """The modules that a plan keeps in fp32, with which this run passes."""
+    for plan in result.runs:
+        if is_plan_of(plan, run) and passes_all(plan, result.runs) and plan.keep_fp32:
+            passes = say("with {kept:modules} in fp32 (the plan) it passes", kept=plan.keep_fp32)
+            error = say_if(plan.rel_l2 is not None, ", error {error:error}", error=plan.rel_l2)
+            return chained(passes, error, between="")
+    return None
+
+
+@per_run("no-plan", "advice", after="verdict")
+def _no_plan(run: Run, result: ScanResult) -> Made:
+    """What the search for modules to keep in fp32 found from a run, where it found none."""
+    search = failed_search(run, result.attempts)
+    if search is None or result.plan is not None:
+        return None
+    words = "{outcome:text} ({trials:count trial})"
+    if search.stopped_without_plan and result.prediction is None:
+        words += "; lowprec-check plan searches longer"
+    return say(words, outcome=search.outcome, trials=search.trials)
+
+
+@per_run("kept", "advice", after="setup", basis=90)
+def kept(run: Run, result: ScanResult) -> Made:
+    """The modules that the recommendation keeps in fp32."""
+    is_best = run is recommended_run(result)
+    return say_if(is_best and run.keep_fp32, "kept in fp32: {kept:modules}", kept=run.keep_fp32)
