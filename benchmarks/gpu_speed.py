@@ -29,7 +29,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from lowprec_check.analysis.speed import judged
-from lowprec_check.engine.core.devices import synchronize
+from lowprec_check.engine.core.devices import MemoryLimit, free_memory, synchronize
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.plain_run import output_tensors, run_once
 from lowprec_check.engine.model.prepared import Prepared, prepared
@@ -38,16 +38,16 @@ from lowprec_check.engine.model.torchvision_ops import torchvision_works
 from lowprec_check.engine.run.mode import Mode
 from lowprec_check.engine.run.tasks import ModelTask
 from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
+from lowprec_check.engine.trace.observers import MakeObserver
+from lowprec_check.features.error_budget.observer import BudgetObserver
+from lowprec_check.features.magnitudes.run import MagnitudeObserver
 from lowprec_check.features.times.rounds import RoundSchedule, TurnFailed, TurnTimed
 from lowprec_check.features.times.turns import TimeTask
+from lowprec_check.schema.measures import Errors
 from lowprec_check.schema.precisions import PRECISIONS
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "both": {"errors": "both"},
-    "both, budget": {"errors": "both", "budget": True},
-    "accumulated": {"errors": "accumulated"},
-}
-"""Options of the instrumented run."""
+SETTINGS: dict[str, Errors] = {"both": "both", "both, budget": "both", "accumulated": "accumulated"}
+"""The errors that an instrumented run computes."""
 TIMED_PRECISIONS = ("fp32", "bfloat16", "half", "autocast-bf16")
 CLOSE = 0.05
 """How far a time may be from that of ``do_bench``, relative to it."""
@@ -148,7 +148,13 @@ class Bench:
     def instrumented(self, setting: str) -> float:
         """Seconds of one instrumented bf16 run."""
         fp32 = fp32_state(self.target.model)
-        options = Options(**SETTINGS[setting], fp32_outputs=self.fp32_outputs)
+        observers: list[MakeObserver] = [MagnitudeObserver]
+        if "budget" in setting:
+            limit = MemoryLimit.half_of(free_memory(self.device))
+            observers.append(
+                functools.partial(BudgetObserver, limit=limit, fp32=self.fp32_outputs, autocast=False, seed=0)
+            )
+        options = Options(errors=SETTINGS[setting], observers=observers)
         with prepared(self.target.model, PRECISIONS.get("bfloat16"), self.device) as ready:
             args, kwargs = ready.inputs(*self.target.inputs)
             synchronize(self.device)

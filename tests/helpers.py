@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -9,6 +12,7 @@ import torch
 from torch import nn
 
 import lowprec_check
+from lowprec_check.engine.core.devices import MemoryLimit
 from lowprec_check.engine.machine import Machine
 from lowprec_check.engine.model.plain_run import PlainCalls
 from lowprec_check.engine.model.prepared import prepared
@@ -19,7 +23,10 @@ from lowprec_check.engine.run.target_runs import TargetRuns, open_runs
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
 from lowprec_check.engine.trace.journal import Instrumented
+from lowprec_check.engine.trace.observers import MakeObserver
 from lowprec_check.engine.trace.plain_modes import withholding
+from lowprec_check.features.error_budget.observer import BudgetObserver
+from lowprec_check.features.magnitudes.run import MagnitudeObserver
 from lowprec_check.report.layout.text import text
 from lowprec_check.report.scan_document import scan_document
 from lowprec_check.schema.options import ScanOptions
@@ -45,13 +52,21 @@ def runs_here(model: nn.Module, inputs: Any, **options: Any) -> AbstractContextM
     return open_runs(source, ScanOptions(further_inputs=0, **options), machine, "none")
 
 
-DEFAULT = Options()
+DEFAULT = Options(observers=(MagnitudeObserver,))
 LOW = ("half", "bfloat16", "autocast-fp16", "autocast-bf16")
 
 
 def begun(precision: str) -> RunSoFar:
     """A run of which nothing is known yet."""
     return RunSoFar(run=Run(precision=precision, device="cpu", status="timeout"))
+
+
+def budget_observer(
+    fp32: Sequence[torch.Tensor], *, autocast: bool = False, limit: MemoryLimit | None = None
+) -> MakeObserver:
+    """What finds the error budget of a run; ``fp32`` are the outputs of the fp32 model."""
+    most = limit or MemoryLimit(math.inf, "all that there is")
+    return functools.partial(BudgetObserver, limit=most, fp32=fp32, autocast=autocast, seed=0)
 
 
 def run(
@@ -64,6 +79,7 @@ def run(
     kwargs: dict[str, Any] | None = None,
     keep_fp32: tuple[str, ...] = (),
     budget: bool = False,
+    budget_limit: MemoryLimit | None = None,
 ) -> tuple[Run, Instrumented]:
     """Both parts of one run; the instruments must not have failed. ``budget``: with an error budget, as in a scan."""
     kwargs = kwargs or {}
@@ -75,7 +91,8 @@ def run(
     chosen = PRECISIONS.get(precision)
     if budget:
         of_fp32 = fp32_calls.outputs[0]
-        options = options._replace(budget=True, fp32_outputs=of_fp32, autocast=chosen.kind == "autocast")
+        observer = budget_observer(of_fp32, autocast=chosen.kind == "autocast", limit=budget_limit)
+        options = options._replace(observers=(observer, *options.observers))
     with prepared(model, chosen, CPU, keep_fp32=keep_fp32) as ready, withholding(without_kernel):
         snapshot = Snapshot(model)
         tolerance = chosen.tolerance

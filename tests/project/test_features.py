@@ -18,8 +18,20 @@ from torch import Tensor, nn
 
 from lowprec_check.engine.run import messages
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "lowprec_check"
+CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+[INDEPENDENCE] = [contract for contract in CONTRACTS if contract["id"] == "features"]
+USED_BY: dict[str, list[str]] = {}
+"""By feature, those that a contract allows to import it."""
+for arrow in INDEPENDENCE["ignore_imports"]:
+    user, used = (name.split(".")[2] for name in arrow.split(" -> "))
+    USED_BY.setdefault(used, []).append(user)
 FEATURES = sorted(path.name for path in (PACKAGE / "features").iterdir() if (path / "__init__.py").exists())
 
 
@@ -46,7 +58,8 @@ def whole_table() -> str:
 @pytest.mark.parametrize("feature", FEATURES)
 def test_the_table_is_the_same_without_a_feature(feature: str, tmp_path: Path, whole_table: str) -> None:
     shutil.copytree(PACKAGE, tmp_path / "lowprec_check", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.rmtree(tmp_path / "lowprec_check" / "features" / feature)
+    for removed in (feature, *USED_BY.get(feature, ())):
+        shutil.rmtree(tmp_path / "lowprec_check" / "features" / removed)
     shutil.copytree(ROOT / "catalog", tmp_path / "catalog", dirs_exist_ok=True)
     assert table_of(tmp_path) == whole_table
 
@@ -56,7 +69,7 @@ def test_a_feature_says_what_it_adds_and_by_which_hooks(feature: str) -> None:
     text = (PACKAGE / "features" / feature / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 12
     code = (PACKAGE / "features" / feature / "run.py").read_text(encoding="utf-8")
-    hooks = set(re.findall(r"\n    def (\w+)\(self, (?:source|runs|batches|options)", code)) | (
+    hooks = set(re.findall(r"\n    def (\w+)\(self, (?:source|runs|batches|options|task|explained)", code)) | (
         {"measurements"} if "measurements = (" in code else set()
     )
     parts = PARTS & {path.stem for path in (PACKAGE / "features" / feature).iterdir()}
@@ -64,7 +77,10 @@ def test_a_feature_says_what_it_adds_and_by_which_hooks(feature: str) -> None:
     assert {name.strip("`") for names in listed for name in names.split(", ")} == hooks & set(HOOKS) | parts
 
 
-HOOKS = ("mode", "measurements", "after_reference", "beside", "after_run", "timed", "after_runs")
+HOOKS = (
+    *("mode", "measurements", "observer", "after_explanation", "after_reference", "beside", "after_run", "timed"),
+    "after_runs",
+)
 """The hooks of a feature, in the order of a scan."""
 
 PARTS = {"rules", "statements", "advice", "report"}
@@ -73,6 +89,12 @@ PARTS = {"rules", "statements", "advice", "report"}
 
 TOY = """
 from lowprec_check.engine.run.feature_hooks import Feature, Measurement
+from lowprec_check.engine.trace.observers import OpObserver
+
+
+class Sizes(OpObserver):
+    def after(self, call, row, outputs):
+        row.toy_elements = sum(out.numel() for out in outputs)
 
 
 def count(part):
@@ -82,6 +104,9 @@ def count(part):
 class Toy(Feature):
     place = 99
     measurements = (Measurement(99, "the toy", count),)
+
+    def observer(self, task, allowed):
+        return lambda observed: Sizes()
 
     def after_runs(self, batches, result, options):
         import msgspec
@@ -122,8 +147,11 @@ TOY = Section("causes", lambda result, said: [Say("A toy is beside the scan.")])
 }
 
 
-def test_a_feature_is_one_folder(tmp_path: Path) -> None:
-    """A new folder is all that a new measurement takes, with what is found, said and shown of it."""
+def test_a_feature_is_one_folder_and_a_quantity_of_op_calls_one_more_line(tmp_path: Path) -> None:
+    """A new folder is all that a new measurement takes, with what is found, said and shown of it.
+
+    A saved quantity of op calls is a field besides.
+    """
     shutil.copytree(PACKAGE, tmp_path / "lowprec_check", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "catalog", tmp_path / "catalog")
     folder = tmp_path / "lowprec_check" / "features" / "toy"
@@ -132,11 +160,18 @@ def test_a_feature_is_one_folder(tmp_path: Path) -> None:
     (folder / "run.py").write_text(TOY)
     for part, text in TOY_PARTS.items():
         (folder / part).write_text(text)
+    op_calls = tmp_path / "lowprec_check" / "schema" / "op_calls.py"
+    text = op_calls.read_text(encoding="utf-8")
+    field = "    nth: int = 0\n"
+    assert text.count(field) == 1
+    op_calls.write_text(text.replace(field, "    toy_elements: int = 0\n" + field), encoding="utf-8")
     code = "import torch, lowprec_check\nmodel, x = torch.nn.Linear(4, 4).eval(), torch.ones(2, 4)\n"
     code += "result = lowprec_check.scan(model, x, precisions='bfloat16', times='off', plan=False, isolation='none')\n"
     code += "print(lowprec_check.__file__, result.runs[1].notes, result.model.notes)\n"
     code += "print([d.code for d in result.diagnostics], [s.kind for s in result.statements])\n"
     code += "from lowprec_check.report.registry import FORMATS\nprint(FORMATS.get('text').render(result))\n"
+    code += "saved = lowprec_check.ScanResult.from_json(result.to_json())\n"
+    code += "print('elements', saved.runs[1].op_calls.toy_elements)\n"
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
@@ -149,6 +184,7 @@ def test_a_feature_is_one_folder(tmp_path: Path) -> None:
     assert "'scope', 'toy'" in done.stdout
     assert "output error  toys" in done.stdout
     assert "A toy is beside the scan." in done.stdout
+    assert re.search(r"elements \[.*\b8\b.*\]", done.stdout), done.stdout
 
 
 # -- How far it is from a scan to the model, and how little is sent between

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from lowprec_check.engine.model.plain_run import run_once
 from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.run.feature_hooks import Explained, features, observers
 from lowprec_check.engine.run.memory_limits import allowance
 from lowprec_check.engine.run.messages import GapFound, OpCallsFound, Reporter, Send, Started
-from lowprec_check.engine.run.output_trials import measured_shares, tried_ranges
 from lowprec_check.engine.run.plain_part import Fp32Outputs
 from lowprec_check.engine.run.preparation import in_eager_mode, in_fp32, kernels_of, prepared_for
 from lowprec_check.engine.run.tasks import RunTask, as_kept
@@ -42,15 +42,12 @@ def explain(task: RunTask, target: Target, report: Reporter, outputs: list[Tenso
     with report.faults_of("instrumenting"):
         emulation = Emulation(dict(task.slow), dict(task.crashed), measure_once=measure_once)
         instrumented = instrument(task, target, report.send, emulation=emulation, outputs=outputs)
-        add_explanation(task, report, instrumented)
-        taken = system.thread_time() - started
-        with kernels_of(task):
-            for budget in measured_shares(task, target, instrumented, outputs, report.so_far, seconds=taken):
-                report.add(budget=budget)
+        add_explanation(Explained(task, target, report, outputs, started), instrumented)
 
 
-def add_explanation(task: RunTask, report: Reporter, instrumented: Instrumented) -> None:
-    """Add what the instrumented part found to the run."""
+def add_explanation(explained: Explained, instrumented: Instrumented) -> None:
+    """Add what the instrumented part found to the run, and what features try then."""
+    task, report = explained.task, explained.report
     fields = {name: getattr(instrumented, name) for name in EXPLAINED}
     fields["op_calls"] = as_kept(task, instrumented.op_calls)
     # A backend names the ops that it lacks itself.
@@ -60,6 +57,9 @@ def add_explanation(task: RunTask, report: Reporter, instrumented: Instrumented)
     if draws is None and instrumented.complete and not instrumented.faults:
         draws = instrumented.draws
     report.update(msgspec.structs.replace(so_far, is_explained=True, draws=draws))
+    with kernels_of(task):
+        for feature in features():
+            feature.after_explanation(explained)
 
 
 def instrument(
@@ -75,12 +75,9 @@ def instrument(
     allowed = allowance(task, target.model)
     if allowed.errors is None:
         return Instrumented.not_run(allowed.note or "")
-    budget = task.budget_error and allowed.errors == "both"
-    fp32_outputs = probe = None
-    if budget:
-        saved = Fp32Outputs.load(task.files)
-        probe = saved.probe
-        fp32_outputs = probe.tensors if probe else saved.outputs[0]
+    probe = None
+    if allowed.errors != "none" and task.mode.is_forward:
+        probe = Fp32Outputs.load(task.files).probe
     options = Options(
         errors=allowed.errors,
         wide=torch.float64 if task.reference == "fp64" else torch.float32,
@@ -91,10 +88,7 @@ def instrument(
         on_output=keep,
         seed=task.seed,
         changes_parameters=task.changes_parameters,
-        budget=budget,
-        budget_limit=allowed.tape,
-        autocast=task.uses_autocast,
-        fp32_outputs=fp32_outputs,
+        observers=observers(task, allowed),
         probe=probe,
     )
     if emulation.measure_once and task.fp32_setup > COLD * task.op_limit and not task.is_reference:
@@ -104,10 +98,6 @@ def instrument(
     fp32 = fp32_state(target.model)
     with task.mode.explained(task, target, options) as (ready, options), kernels_of(task):
         instrumented = run_instrumented(ready, target.args, target.kwargs, fp32, options, outputs)
-    if task.mode.is_forward and not task.is_reference:
-        with kernels_of(task):
-            trials = tried_ranges(task, target, instrumented)
-        instrumented = msgspec.structs.replace(instrumented, range_trials=trials)
     if allowed.note is not None:
         instrumented = msgspec.structs.replace(instrumented, notes=(*instrumented.notes, allowed.note))
     return instrumented

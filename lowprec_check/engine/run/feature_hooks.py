@@ -16,12 +16,18 @@ from lowprec_check.schema.registry import objects_of_features
 from lowprec_check.schema.scan_result import Run, ScanResult
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from lowprec_check.engine.machine import Machine
+    from lowprec_check.engine.model.target import Target
+    from lowprec_check.engine.run.memory_limits import Allowance
+    from lowprec_check.engine.run.messages import Reporter
     from lowprec_check.engine.run.mode import Mode
     from lowprec_check.engine.run.plain_part import PlainPart
     from lowprec_check.engine.run.target_runs import TargetRuns
     from lowprec_check.engine.run.target_source import TargetSource
     from lowprec_check.engine.run.tasks import RunTask
+    from lowprec_check.engine.trace.observers import MakeObserver
 
 
 class Measurement(NamedTuple):
@@ -33,6 +39,18 @@ class Measurement(NamedTuple):
     """What failed, if it raises an exception: ``the metric``."""
     measure: Callable[[PlainPart], None]
     """Adds fields to the run of ``part.report``, if there is anything to measure."""
+
+
+class Explained(NamedTuple):
+    """A run in its worker after it was explained op by op, for experiments that need that."""
+
+    task: RunTask
+    target: Target
+    report: Reporter
+    outputs: Sequence[Tensor] | None
+    """What its first plain call returned; ``None`` if the instrumented part ran other code."""
+    started: float
+    """When the instrumented part began, in seconds of this thread's processor time."""
 
 
 class TimedRuns(NamedTuple):
@@ -58,6 +76,13 @@ class Feature:
     def after_reference(self, batches: Sequence[TargetRuns], fp32: Run) -> None:
         """fp32 ran on the first of ``batches``, as ``fp32`` says."""
 
+    def observer(self, task: RunTask, allowed: Allowance) -> MakeObserver | None:
+        """What looks at each op call of the instrumented part, within what memory allows."""
+        return None
+
+    def after_explanation(self, explained: Explained) -> None:
+        """In the worker, after the instrumented part: try what it showed, and add that."""
+
     def beside(self, runs: TargetRuns, task: RunTask, run: Run) -> Run:
         """``run`` of ``task`` on one batch, with what other processes show of it."""
         return run
@@ -79,6 +104,12 @@ class Feature:
 def features() -> tuple[Feature, ...]:
     """All features, in their order."""
     return tuple(sorted(objects_of_features("run", Feature), key=lambda feature: feature.place))
+
+
+def observers(task: RunTask, allowed: Allowance) -> list[MakeObserver]:
+    """What all features look at each op call with, in their order."""
+    made = [feature.observer(task, allowed) for feature in features()]
+    return [observer for observer in made if observer is not None]
 
 
 def measurements() -> list[Measurement]:

@@ -36,9 +36,7 @@ _LEFT_OUT: dict[Errors, str] = {
 
 _SMALLER = "Use a smaller batch or shorter inputs, or fewer precisions at a time (-p bfloat16), or free some memory"
 
-_TAPE_LIMIT = (
-    f"what is left of {MOST_TIMES_FP32} times the memory of fp32; --budget-error on allows half of the free memory"
-)
+_ROOM = f"what is left of {MOST_TIMES_FP32} times the memory of fp32; --budget-error on allows half of the free memory"
 
 
 class Allowance(NamedTuple):
@@ -46,8 +44,8 @@ class Allowance(NamedTuple):
 
     errors: Errors | None
     """The errors to compute; ``None``: it cannot run."""
-    tape: MemoryLimit | None
-    """Limit of the memory for the shares of the output error, beside half of what is free."""
+    room: MemoryLimit | None
+    """What observers may keep within the memory of a scan; ``None``: as much as is free."""
     note: str | None
     """What was left out and what would help, for the report."""
 
@@ -69,18 +67,18 @@ def allowance(task: RunTask, model: nn.Module) -> Allowance:
     for errors in _FEWER[_FEWER.index(task.errors) :]:
         need = size.beyond(errors, peak) + saved
         if need <= free and (most is None or need <= most or errors == "none"):
-            tape = None
+            room = None
             if most is not None:
-                tape = MemoryLimit(max(0, most - need), _TAPE_LIMIT)
+                room = MemoryLimit(max(0, most - need), _ROOM)
             if errors == task.errors:
-                return Allowance(errors, tape, None)
+                return Allowance(errors, room, None)
             if wanted > free:
                 why = f"they need about {gibibytes(wanted)}, and {gibibytes(free)} are free. {_SMALLER}"
             else:
                 total = gibibytes(size.held + wanted)
                 limit = f"more than {MOST_TIMES_FP32} times fp32; --budget-error on allows all that is free"
                 why = f"a scan would take about {total}, {limit}"
-            return Allowance(errors, tape, f"memory: {_LEFT_OUT[errors]}: {why}")
+            return Allowance(errors, room, f"memory: {_LEFT_OUT[errors]}: {why}")
     need = size.beyond("none", peak) + saved
     why = (
         f"too little memory to run op by op: about {gibibytes(need)} are needed beside the fp32 weights, and "

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_check.engine.core.compiled import compiled_code_in_eager
-from lowprec_check.engine.core.devices import MemoryLimit, free_memory, seed_everything
+from lowprec_check.engine.core.devices import free_memory, seed_everything
 from lowprec_check.engine.core.dispatch_mode import DispatchMode, observing
 from lowprec_check.engine.core.output_comparison import compare_outputs, same_bits
 from lowprec_check.engine.core.pytree import leaves
@@ -24,19 +24,21 @@ from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.streamed_weights import reads_forgotten, stream_of
 from lowprec_check.engine.model.user_code import reraise_interrupt
+from lowprec_check.engine.trace.data_flow import DataFlow
 from lowprec_check.engine.trace.execution import Emulation
 from lowprec_check.engine.trace.function_mode import BackwardFailures, FunctionRescue, SteppingCall
 from lowprec_check.engine.trace.journal import Instrumented, Journal
 from lowprec_check.engine.trace.lockstep import Lockstep
-from lowprec_check.engine.trace.output_budget import Returned, error_budget, returned
+from lowprec_check.engine.trace.nonfinite_origins import NonfiniteOrigins
+from lowprec_check.engine.trace.observers import End, MakeObserver, OpObserver, Pass
 from lowprec_check.engine.trace.pending_figures import PendingFigures
 from lowprec_check.engine.trace.places import Places
 from lowprec_check.engine.trace.recorder import Recorder
+from lowprec_check.engine.trace.returned import Returned, returned
 from lowprec_check.engine.trace.seeds import seed_inputs, seed_state
 from lowprec_check.engine.trace.twins import storage_key
-from lowprec_check.errors import first_line, message_of, type_name
 from lowprec_check.process.breadcrumb import Breadcrumb
-from lowprec_check.schema.measures import ErrorBudget, Errors
+from lowprec_check.schema.measures import Errors
 from lowprec_check.schema.module_paths import module_around, paths_above
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.scan_result import Gap
@@ -57,15 +59,10 @@ class Options(NamedTuple):
     """Called with what the model returns, right after each pass that reached its end."""
     seed: int = 0
     changes_parameters: bool = False  # whether calls write to parameters
-    budget: bool = False
-    """Whether to find the ops that the output's error comes from; needs both errors of each op."""
-    budget_limit: MemoryLimit | None = None
-    """Memory that this may take, beside half of what is free."""
-    fp32_outputs: list[Tensor] | None = None
-    """The tensors in the output of the plain fp32 run, or of ``probe``."""
+    observers: Sequence[MakeObserver] = ()
+    """What looks at each op call besides the core's own observers, in order."""
     probe: ModuleOutput | None = None
     """The module's output to explain instead, if the model's holds nothing to compare."""
-    autocast: bool = False  # whether the run is under autocast
     step: SteppingCall | None = None  # the call, if it is a step of training
     deferred: bool | None = None
     """Whether figures are read in batches; by default on an accelerator."""
@@ -153,14 +150,13 @@ def _pass(
     journal = Journal(options.on_gap, options.on_op_calls)
     deferred, free = _is_deferred(ready, options), free_memory(ready.device)
     figures = PendingFigures(deferred=deferred, everywhere=bool(options.deferred), free_memory=free)
-    tape_limit = None
-    if options.budget:
-        half = MemoryLimit.half_of(free_memory(ready.device))
-        tape_limit = min(half, options.budget_limit or half, key=lambda limit: limit.size)
-    lockstep = Lockstep(options.wide, tape_limit, figures)
+    lockstep = Lockstep(options.wide, figures)
     inputs, named = ready.inputs(args, kwargs)
-    seed_state(lockstep, ready.model, fp32, journal.rows)
-    journal.rows += seed_inputs(lockstep, (inputs, named), (args, kwargs), ready.device)
+    dense = [tensor for _, tensor in leaves((inputs, named)) if tensor.layout == torch.strided]
+    observed = Pass(lockstep, journal.rows, dense, options.errors)
+    observers = _observers(observed, options)
+    seed_state(observed, ready.model, fp32, observers)
+    seed_inputs(observed, (inputs, named), (args, kwargs), ready.device, observers)
     with ModuleStack(ready.model) as stack:
         places = Places(stack, None if step is None else lambda: step.phase)
         places.own(ready.model)
@@ -170,11 +166,11 @@ def _pass(
             places,
             journal,
             errors=options.errors,
+            observers=observers,
             emulation=options.emulation,
             breadcrumb=options.breadcrumb,
             timed=ready.device.type == "cpu",
         )
-        recorder.flow.add_inputs(tensor for _, tensor in leaves((inputs, named)) if tensor.layout == torch.strided)
         rescue = None if failures is None else FunctionRescue(recorder.execution, places, failures)
         with kept_output(ready.model, options.probe) as probed:
             output, error = call_under(recorder, ready, inputs, named, options.seed, rescue, options.on_output)
@@ -182,13 +178,11 @@ def _pass(
         judged = outputs
         if options.probe is not None:
             judged = returned(probed, lockstep.twins)
-        recorder.finish([out.tensor for out in outputs], [out.tensor for out in judged], complete=error is None)
-    called = [name for name, _ in ready.model.named_modules() if name and stack.calls[name]]
+        called = [name for name, _ in ready.model.named_modules() if name and stack.calls[name]]
+        fields = recorder.finish(End(outputs, judged, error is None, recorder.drew, called))
     result = Instrumented(
         gaps=journal.gaps,
-        budget=_budget(judged, error, recorder, options, called) if options.budget else None,
         op_calls=journal.op_calls(),
-        magnitudes=recorder.magnitudes.result(),
         uncalled_modules=uncalled_modules(ready.model, stack, recorder.input_storages),
         called_modules=called,
         function_mode=failures is not None,
@@ -197,6 +191,7 @@ def _pass(
         emulated=options.emulation.reasons(),
         faults=tuple(recorder.faults),
         notes=tuple(itertools.starmap(_UNKNOWN.format, lockstep.failures.items())),
+        **fields,
     )
     if error is not None:
         # An error that no op raised comes from above dispatch.
@@ -209,26 +204,15 @@ def _pass(
     return _with_output(result, outputs, comparable, lockstep, options), False
 
 
-@observing()
-def _budget(
-    outputs: list[Returned], error: BaseException | None, recorder: Recorder, options: Options, called: list[str]
-) -> ErrorBudget:
-    """The error budget of the output's tensors; ``called`` are the modules that were called."""
-    if error is not None:
-        budget = ErrorBudget(reason="the model raised an exception before its end")
-    else:
-        fp32 = None if recorder.drew else options.fp32_outputs
-        autocast, seed = options.autocast, options.seed
-        try:
-            budget = error_budget(recorder.lockstep, outputs, fp32, modules=called, autocast=autocast, seed=seed)
-        except Exception as failure:
-            # The explanation op by op must not be lost.
-            why = f"computing it failed: {type_name(failure)}: {first_line(message_of(failure))}"
-            budget = ErrorBudget(reason=why)
-    # Without a decision, the reference differs from fp32 for another reason.
-    if not any(row.flips or row.to_python for row in recorder.journal.rows):
-        budget = msgspec.structs.replace(budget, decisions=0.0)
-    return budget
+def _observers(observed: Pass, options: Options) -> list[OpObserver]:
+    """What looks at each op call; errors that are not computed are not followed."""
+    if observed.errors == "none":
+        return [DataFlow(observed)]
+    observers = [make(observed) for make in options.observers]
+    # While figures are deferred, nobody knows yet which values are Inf and NaN.
+    if not observed.lockstep.figures.deferred:
+        observers.append(NonfiniteOrigins(observed))
+    return [*observers, DataFlow(observed)]
 
 
 @observing()

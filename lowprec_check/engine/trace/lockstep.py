@@ -16,32 +16,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.devices import MemoryLimit, default_generator
+from lowprec_check.engine.core.devices import default_generator
 from lowprec_check.engine.core.floating_dtypes import is_float, widened_dtype
-from lowprec_check.engine.trace.dispatched_call import DispatchedCall, named_arguments, run_differentiable, run_wide
-from lowprec_check.engine.trace.error_tape import ErrorTape, Leaf
-from lowprec_check.engine.trace.gradient_buffers import may_overlap
-from lowprec_check.engine.trace.nonfinite_origins import NonfiniteOrigins
+from lowprec_check.engine.trace.dispatched_call import DispatchedCall, named_arguments, run_wide
 from lowprec_check.engine.trace.ops import COPIES, Args, Kwargs, map_args
 from lowprec_check.engine.trace.pending_figures import PendingFigures
-from lowprec_check.engine.trace.twins import Twins, storage_key
+from lowprec_check.engine.trace.twins import Twins, may_overlap, storage_key
 from lowprec_check.errors import first_line, message_of, type_name
+
+Leaf = Callable[[Tensor, Tensor], Tensor]
+"""Maps a tensor of the run and its reference values to the argument that the op gets."""
+
+
+class ReferenceOps:
+    """How the reference runs ops; an observer may run them so that it can follow them back."""
+
+    @property
+    def keeps_values(self) -> bool:
+        """Whether no op may write to values of the reference: a write then makes new ones."""
+        return False
+
+    def run(
+        self,
+        call: DispatchedCall,
+        arguments: Callable[[Leaf | None], tuple[Args, Kwargs]],
+        results: Callable[..., list[Tensor]],
+    ) -> tuple[Args, list[Tensor]]:
+        """The ``arguments`` of ``call`` in the reference, and the ``results`` on them."""
+        args, kwargs = arguments(None)
+        return args, results(call, args, kwargs)
+
+    def results(self, call: DispatchedCall, args: Args, kwargs: Kwargs) -> list[Tensor]:
+        """What the op returns on these arguments."""
+        return run_wide(call, args, kwargs)
+
+    def cannot_follow(self, op: str) -> None:
+        """The reference has lost the values that an op gives."""
+
+    saving: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    """How tensors are saved that derivatives need."""
 
 
 class Lockstep:
-    """The reference run in ``wide`` (fp32 or fp64); its tape holds at most ``tape_limit``."""
+    """The reference run in ``wide`` (fp32 or fp64)."""
 
-    def __init__(
-        self,
-        wide: torch.dtype = torch.float32,
-        tape_limit: MemoryLimit | None = None,
-        figures: PendingFigures | None = None,
-    ) -> None:
+    def __init__(self, wide: torch.dtype = torch.float32, figures: PendingFigures | None = None) -> None:
         self.twins = Twins(wide)
         self.figures = figures or PendingFigures()
-        self.full_tape = None if tape_limit is None else ErrorTape(self.twins, tape_limit, self.figures)
-        """The tape, also if it is full."""
-        self.origins = NonfiniteOrigins(self.twins)
+        self.ops = ReferenceOps()
         self._parameters: dict[int, weakref.ref[Any]] = {}
         self.is_partial = False
         """Whether it has low-precision values: of sparse weights or inputs, or after a failure."""
@@ -61,40 +83,12 @@ class Lockstep:
         key, parameters = storage_key(tensor), self._parameters
         parameters[key] = weakref.ref(tensor.untyped_storage(), lambda _: parameters.pop(key, None))
 
-    @property
-    def tape(self) -> ErrorTape | None:
-        """The tape that records this run; ``None`` if there is none, or it is full."""
-        return self.full_tape if self.full_tape is not None and self.full_tape.stopped is None else None
-
     def is_constant(self, tensor: Tensor) -> bool:
         """Whether the values are those of a parameter or buffer, or an unchanged cast or copy."""
         twin = self.twins.find(tensor)
         if twin is not None:
             return twin.constant
         return self.is_parameter(tensor)
-
-    def has_rounded_constants(self, call: DispatchedCall) -> bool:
-        """Whether the op reads parameters, or casts of them, whose values are not those of fp32."""
-        twins = map(self.twins.find, filter(is_float, call.inputs))
-        return any(twin and twin.constant and twin.tensor is not None and not twin.is_exact for twin in twins)
-
-    def exact_arguments(self, call: DispatchedCall, widened: tuple[Args, Kwargs]) -> tuple[Args, Kwargs]:
-        """``widened``, the widened arguments, with the fp32 values of rounded parameters."""
-
-        def exact(low: Any, value: Any) -> Any:
-            if isinstance(low, (list, tuple)):
-                items = [exact(*pair) for pair in zip(low, value, strict=True)]
-                return items if isinstance(low, list) else tuple(items)
-            twin = None
-            if isinstance(low, Tensor) and is_float(low):
-                twin = self.twins.find_strided(low)
-            if twin is not None and twin.constant and twin.tensor is not None:
-                return self.twins.reference_of(low)
-            return value
-
-        args, kwargs = widened
-        named = {key: exact(call.kwargs[key], value) for key, value in kwargs.items()}
-        return tuple(map(exact, call.args, args)), named
 
     def gives_constant(self, call: DispatchedCall) -> bool:
         """Whether the op copies or casts constants: the loss counts where the result is used."""
@@ -138,7 +132,7 @@ class Lockstep:
             elif tensor.numel() == 0:
                 # An ``out`` that the op resizes.
                 call.before[id(tensor)] = tensor.new_empty(0, dtype=widened_dtype(tensor.dtype, self.wide))
-            elif self.tape is None or self.twins.find(tensor) is None:
+            elif not self.ops.keeps_values or self.twins.find(tensor) is None:
                 self.twins.prepare_write(tensor)  # else see :meth:`Twins.write`
 
     def advance(self, call: DispatchedCall, outputs: list[Tensor]) -> list[Tensor] | None:
@@ -173,27 +167,21 @@ class Lockstep:
                 continue
             if id(out) not in written:
                 self.twins.set_reference(out, reference, shared=from_parameter).constant = constant
-            elif self.tape is not None:
+            elif self.ops.keeps_values:
                 self.twins.write(out, reference)
         return references
 
     def _cannot_follow(self, call: DispatchedCall, why: str) -> None:
         self.failures.setdefault(call.traits.name, why)
         self.is_partial = True
-        if self.tape is not None:
-            self.tape.blocked[call.traits.name] = None
+        self.ops.cannot_follow(call.traits.name)
 
     def _run(self, call: DispatchedCall, results: Callable[..., list[Tensor]]) -> tuple[Args, list[Tensor]]:
-        """The arguments in the reference, and the ``results`` on them, which the tape records."""
-        if self.tape is None:
-            args, kwargs = self.arguments(call)
-            return args, results(call, args, kwargs)
-        return self.tape.run(call, functools.partial(self.arguments, call), results)
+        return self.ops.run(call, functools.partial(self.arguments, call), results)
 
     def _results(self, call: DispatchedCall, args: Args, kwargs: Kwargs, outputs: list[Tensor]) -> list[Tensor]:
         """The results of the op on the reference; a selection takes the run's indices."""
-        # With gradients, some ops return more: what only their derivative needs.
-        references = (run_wide if self.tape is None else run_differentiable)(call, args, kwargs)[: len(outputs)]
+        references = self.ops.results(call, args, kwargs)[: len(outputs)]  # it may return more
         references += [self.twins.reference_of(out) for out in outputs[max(1, len(references)) :]]
         if call.traits.selects and len(references) == len(outputs) and outputs[0].shape == references[0].shape:
             source, index = args[0], outputs[1]
@@ -228,7 +216,7 @@ class Lockstep:
                 exact[index] = followed(out, own_result, own_result)
                 if id(out) not in written:
                     self.twins.set_reference(out, values)
-                elif self.tape is not None:
+                elif self.ops.keeps_values:
                     self.twins.write(out, values)
                 else:
                     self.twins.reference_of(out).copy_(values)

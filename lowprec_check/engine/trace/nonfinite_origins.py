@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from torch import Tensor
 from lowprec_check.engine.core.floating_dtypes import is_float, widen, widened_dtype
 from lowprec_check.engine.core.tensor_comparison import nonfinite_unlike
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall, Held, run_wide
+from lowprec_check.engine.trace.observers import End, OpObserver, Pass
 from lowprec_check.engine.trace.ops import map_args
-from lowprec_check.engine.trace.twins import Twins, region_of
+from lowprec_check.engine.trace.twins import region_of
 from lowprec_check.schema.op_calls import OpCall
 
 MOST_ORIGINS = 16  # places that are told apart; those after them count as one
@@ -27,20 +28,20 @@ Fill = Callable[[Tensor, torch.dtype], Tensor]
 """Finite values in place of Inf and NaN, made from those of the reference, for a dtype."""
 
 
-class NonfiniteOrigins:
+class NonfiniteOrigins(OpObserver):
     """Follows Inf and NaN that the reference does not have through one run."""
 
-    def __init__(self, twins: Twins) -> None:
-        self._twins = twins
+    def __init__(self, observed: Pass) -> None:
+        self._twins = observed.lockstep.twins
         self._bits: dict[tuple[Any, ...], int] = {}
         self._rows: list[tuple[OpCall, int]] = []
 
-    def seed(self, row: OpCall, low: Tensor, reference: Tensor) -> None:
-        """A weight or an input that overflows in its cast, of which ``row`` tells."""
-        self._write(low, nonfinite_unlike(low.detach(), reference).int() * self._bit_of(row))
+    def lost_in_cast(self, row: OpCall, low: Tensor, wide: Tensor) -> None:
+        """Note where a weight or an input overflows in its cast."""
+        self._write(low, nonfinite_unlike(low.detach(), wide).int() * self._bit_of(row))
 
     def before(self, call: DispatchedCall) -> None:
-        """Before ``call`` runs: keep what it reads with Inf or NaN, and then what it writes to."""
+        """Keep what it reads with Inf or NaN, and then what it writes to."""
         if not any(self._origins(tensor) is not None for tensor in call.inputs):
             return
         written = call.written_ids()
@@ -55,8 +56,10 @@ class NonfiniteOrigins:
                 held = Held(*(part.clone() for part in held))
             call.held[id(tensor)] = held
 
-    def after(self, call: DispatchedCall, outputs: list[Tensor], row: OpCall) -> None:
-        """After ``call``: find the origins of Inf and NaN in ``outputs``; count the op's own."""
+    def after(self, call: DispatchedCall, row: OpCall, outputs: list[Tensor]) -> None:
+        """Find the origins of Inf and NaN in ``outputs``; count the op's own."""
+        if not call.involved:
+            return
         wrong: dict[int, Tensor] = {}
         for index, out in enumerate(outputs):
             twin = self._twins.find_strided(out) if is_float(out) else None
@@ -85,15 +88,19 @@ class NonfiniteOrigins:
                 if row.gives_nonfinite:
                     row.compared_values += where.numel()
 
-    def finish(self, outputs: Iterable[Tensor]) -> None:
-        """At the end: note in the rows which gave the Inf and NaN in the model's ``outputs``."""
+    def finish(self, end: End) -> Mapping[str, Any]:
+        """Note in the rows which gave the Inf and NaN in what the model returned."""
         reached = 0
-        for tensor in filter(is_float, outputs):
-            origins = self._origins(tensor)
+        for returned in (*end.outputs, *end.judged):
+            origins = None
+            if is_float(returned.tensor):
+                origins = self._origins(returned.tensor)
             if origins is not None:
                 reached |= _union(origins)
         for row, bit in self._rows:
-            row.reaches_output = bool(reached & bit)
+            if end.complete:
+                row.reaches_output = bool(reached & bit)
+        return {}
 
     # -- what each element holds
 

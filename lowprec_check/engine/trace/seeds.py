@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from lowprec_check.engine.core.floating_dtypes import is_float, underflows, wide
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.tensor_comparison import TensorComparison
 from lowprec_check.engine.model.streamed_weights import ReadBack, converted, is_unread, stream_of
-from lowprec_check.engine.trace.lockstep import Lockstep
+from lowprec_check.engine.trace.observers import OpObserver, Pass
 from lowprec_check.engine.trace.ops import dtype_flow, shape_text
 from lowprec_check.engine.trace.pending_figures import Pending
 from lowprec_check.engine.trace.twins import region_of
@@ -25,11 +26,12 @@ _NOTABLE_FLUSHED = 0.01
 
 
 @observing()
-def seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor], rows: list[OpCall]) -> None:
+def seed_state(observed: Pass, model: nn.Module, fp32: dict[str, Tensor], observers: Sequence[OpObserver] = ()) -> None:
     """Set the twins of parameters and buffers from ``fp32``; add rows for casts that lose range."""
+    lockstep = observed.lockstep
 
     def seed(
-        name: str, tensor: Tensor, wide: Tensor | None, rows: list[OpCall] = rows, *, is_exact: bool = False
+        name: str, tensor: Tensor, wide: Tensor | None, observed: Pass = observed, *, is_exact: bool = False
     ) -> None:
         lockstep.add_parameter(tensor)
         if wide is None or not is_float(tensor):
@@ -45,7 +47,7 @@ def seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor], ro
             compared = lockstep.figures.compare(low, [wide], count_flushed=True)
             module, _, attribute = name.rpartition(".")
             row = OpCall(f"cast {attribute}", module)
-            lockstep.figures.then(functools.partial(_add_cast, rows, lockstep, row, wide, low, compared))
+            lockstep.figures.then(functools.partial(_add_cast, observed, observers, row, wide, low, compared))
 
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.layout != torch.strided:
@@ -54,14 +56,14 @@ def seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor], ro
             seed(name, tensor, fp32.get(name))
     stream = stream_of(model)
     if stream is not None:
-        seen, read_back = set[str](), ReadBack(stream)
-        if lockstep.full_tape is not None:
-            lockstep.full_tape.saving = read_back.hooks
+        seen, read_back, unreported = set[str](), ReadBack(stream), observed._replace(rows=[])
+        lockstep.ops.saving = read_back.hooks
 
         def seed_read(name: str, low: Tensor, saved: Tensor) -> None:
             dtype = widened_dtype(saved.dtype, lockstep.wide)
             wide = converted(saved, low.device, dtype) if dtype != low.dtype else None
-            seed(name, low, wide, [] if name in seen else rows, is_exact=_holds(low.dtype, saved.dtype))
+            is_exact = _holds(low.dtype, saved.dtype)
+            seed(name, low, wide, unreported if name in seen else observed, is_exact=is_exact)
             seen.add(name)
             twin = lockstep.twins.find(low)
             read_back.note(name, low, *([] if twin is None or twin.tensor is None else [twin.tensor]))
@@ -80,7 +82,12 @@ def _holds(low: torch.dtype, saved: torch.dtype) -> bool:
 
 
 def _add_cast(
-    rows: list[OpCall], lockstep: Lockstep, row: OpCall, wide: Tensor, low: Tensor, pending: Pending[TensorComparison]
+    observed: Pass,
+    observers: Sequence[OpObserver],
+    row: OpCall,
+    wide: Tensor,
+    low: Tensor,
+    pending: Pending[TensorComparison],
 ) -> None:
     """Add the row of a cast weight or input, if it loses something notable to its dtype's range."""
     compared = pending.value
@@ -89,7 +96,7 @@ def _add_cast(
         return
     # The ops that read it count what is lost for this row, not for themselves.
     only_lost = compared._replace(errors=[0.0], flushed=None)
-    lockstep.twins.find_or_add(low).compared = {region_of(low): Pending(only_lost)}
+    observed.lockstep.twins.find_or_add(low).compared = {region_of(low): Pending(only_lost)}
     cast_row = msgspec.structs.replace(
         row,
         dtypes=dtype_flow([wide], [low]),
@@ -102,15 +109,18 @@ def _add_cast(
         subnormal=compared.subnormal,
         compared_values=compared.elements if lost else 0,
     )
-    rows.append(cast_row)
-    if lost and not lockstep.figures.deferred:
-        lockstep.origins.seed(cast_row, low, wide)
+    observed.rows.append(cast_row)
+    for observer in observers:
+        if lost:
+            observer.lost_in_cast(cast_row, low, wide)
 
 
 @observing()
-def seed_inputs(lockstep: Lockstep, cast: Any, original: Any, device: torch.device) -> list[OpCall]:
-    """Set the twins of the inputs ``cast`` from ``original``; returns rows for lossy casts."""
-    rows: list[OpCall] = []
+def seed_inputs(
+    observed: Pass, cast: Any, original: Any, device: torch.device, observers: Sequence[OpObserver] = ()
+) -> None:
+    """Set the twins of the inputs ``cast`` from ``original``; add rows for lossy casts."""
+    lockstep, rows = observed.lockstep, observed.rows
     pairs = zip(leaves(cast), leaves(original), strict=True)
     floating = [(path, low, wide) for (path, low), (_, wide) in pairs if is_float(low) and low.dtype != wide.dtype]
     for path, low, wide in floating:
@@ -120,9 +130,10 @@ def seed_inputs(lockstep: Lockstep, cast: Any, original: Any, device: torch.devi
         row = OpCall("cast input" if len(floating) == 1 else f"cast input {path.partition('.')[2]}")
         if low.layout == torch.strided and underflows(low.dtype):
             compared = lockstep.figures.compare(low, [exact], count_flushed=True)
-            lockstep.figures.then(functools.partial(_add_cast, rows, lockstep, row, exact, low, compared))
+            lockstep.figures.then(functools.partial(_add_cast, observed, observers, row, exact, low, compared))
         lockstep.figures.settle()
-        if lockstep.tape is not None:
-            source = rows[-1] if rows and rows[-1].op == row.op else OpCall("cast input")
-            lockstep.tape.add_source(source, low, (None, low.to(exact.dtype) - exact))
-    return rows
+        saved_row = OpCall("cast input")
+        if rows and rows[-1].op == row.op:
+            saved_row = rows[-1]
+        for observer in observers:
+            observer.input_cast(saved_row, low, exact)

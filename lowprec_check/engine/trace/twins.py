@@ -8,7 +8,7 @@ handling. A storage without a twin is its own reference: no low-precision value 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,16 @@ def storage_key(tensor: Tensor) -> int:
     """Identity of the storage of ``tensor``, valid while the storage exists."""
     key: int = tensor.untyped_storage()._cdata
     return key
+
+
+def may_overlap(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements of a tensor may share memory, as those of ``as_strided`` can."""
+    spanned = 0
+    for step, size in sorted(zip(stride, shape, strict=True)):
+        if size > 1 and step <= spanned:
+            return True
+        spanned += step * (size - 1)
+    return False
 
 
 class Twin:

@@ -17,7 +17,7 @@ from lowprec_check.engine.machine import Machine
 from lowprec_check.engine.model.streamed_weights import AHEAD_BYTES, HELD_BYTES, WeightStream, stream_of
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.explanation import add_explanation, instrument
-from lowprec_check.engine.run.feature_hooks import Feature
+from lowprec_check.engine.run.feature_hooks import Explained, Feature
 from lowprec_check.engine.run.memory_limits import gibibytes
 from lowprec_check.engine.run.messages import Reporter, Send, Started, WeightRead
 from lowprec_check.engine.run.mode import Mode
@@ -29,6 +29,7 @@ from lowprec_check.engine.run.target_spec import NOTICE
 from lowprec_check.engine.run.tasks import RunTask
 from lowprec_check.engine.trace.execution import Emulation
 from lowprec_check.errors import UsageError
+from lowprec_check.process import system
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.run_key import REFERENCE, RunKey
 from lowprec_check.schema.scan_result import Run, ScanResult
@@ -123,7 +124,7 @@ class Streaming(Mode):
             return
         report.send(Started(seconds=task.measure_budget))
         seed_everything(task.seed)
-        outputs, before = list[Any](), generator_states()
+        outputs, before, started = list[Any](), generator_states(), system.thread_time()
 
         def keep(output: Any) -> None:
             if generator_states() == before:  # random numbers must be those of fp32
@@ -141,7 +142,8 @@ class Streaming(Mode):
                 part = PlainPart(task, target, ready, report)
                 part.run(outputs[-1:])
         if instrumented is not None:
-            add_explanation(task, report, instrumented)
+            with report.faults_of("instrumenting"):
+                add_explanation(Explained(task, target, report, None, started), instrumented)
 
 
 def _estimate(stream: WeightStream, options: ScanOptions, device: str) -> str:

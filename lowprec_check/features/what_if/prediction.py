@@ -19,16 +19,18 @@ from lowprec_check.engine.core.source_location import ModuleStack, source_lines
 from lowprec_check.engine.model.plain_run import output_parts
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
-from lowprec_check.engine.trace.error_tape import TapedOp
 from lowprec_check.engine.trace.instrument import call_under
 from lowprec_check.engine.trace.lockstep import GeneratorState, Lockstep, has_drawn, state_before
-from lowprec_check.engine.trace.matrix_products import is_fused, product_in_format, product_of
+from lowprec_check.engine.trace.observers import Pass
 from lowprec_check.engine.trace.op_errors import widened_arguments
 from lowprec_check.engine.trace.ops import Args, Kwargs
-from lowprec_check.engine.trace.output_budget import Returned, by_place, norm_of, returned
 from lowprec_check.engine.trace.pending_figures import PendingFigures
+from lowprec_check.engine.trace.returned import Returned, returned
 from lowprec_check.engine.trace.seeds import seed_state
 from lowprec_check.errors import first_line, message_of, type_name
+from lowprec_check.features.error_budget.budget import by_place, norm_of
+from lowprec_check.features.error_budget.error_tape import ErrorTape, TapedOp
+from lowprec_check.features.what_if.matrix_products import is_fused, product_in_format, product_of
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.schema.what_if import WHAT_IF_FORMATS, WhatIf, WhatIfFormat
 
@@ -70,21 +72,22 @@ def predict(
 ) -> list[WhatIf]:
     """An entry for each of the formats ``names``; the fp32 model ``ready`` runs once, unchanged."""
     figures = PendingFigures(deferred=ready.device.type != "cpu")
-    lockstep = Lockstep(tape_limit=MemoryLimit.half_of(free_memory(ready.device)), figures=figures)
-    seed_state(lockstep, ready.model, {}, [])
+    lockstep = Lockstep(figures=figures)
+    tape = ErrorTape(lockstep, MemoryLimit.half_of(free_memory(ready.device)))
+    seed_state(Pass(lockstep, [], [], "none"), ready.model, {})
     formats = [WHAT_IF_FORMATS.get(name) for name in names]
     inputs, named = ready.inputs(args, kwargs)
     with ModuleStack(ready.model) as stack, contextlib.ExitStack() as at_end:
         # Transformer layers run op by op, so that their products are seen.
         at_end.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
-        mode = _WhatIfMode(lockstep, stack, formats, breadcrumb)
+        mode = _WhatIfMode(lockstep, tape, stack, formats, breadcrumb)
         output, error = call_under(mode, ready, inputs, named, seed)
     why = mode.fault
     if error is not None:
         why = f"the model raised {type_name(error)} when its ops were emulated: {first_line(message_of(error))}"
-    elif lockstep.full_tape is not None and lockstep.full_tape.stopped is not None:
-        why = lockstep.full_tape.stopped
+    elif tape.stopped is not None:
+        why = tape.stopped
     if why is not None:
         return unknown(names, why)
     try:
@@ -100,10 +103,16 @@ class _WhatIfMode(DispatchMode):
     """
 
     def __init__(
-        self, lockstep: Lockstep, stack: ModuleStack, formats: Sequence[WhatIfFormat], breadcrumb: Breadcrumb | None
+        self,
+        lockstep: Lockstep,
+        tape: ErrorTape,
+        stack: ModuleStack,
+        formats: Sequence[WhatIfFormat],
+        breadcrumb: Breadcrumb | None,
     ) -> None:
         super().__init__()
-        self.lockstep, self.stack, self.formats, self._breadcrumb = lockstep, stack, formats, breadcrumb
+        self.lockstep, self.tape, self.stack = lockstep, tape, stack
+        self.formats, self._breadcrumb = formats, breadcrumb
         self.fault: str | None = None  # the first failure of the instruments, in words
         self.fused: dict[str, None] = {}
         """Ops with products inside that are not computed in the formats."""
@@ -112,7 +121,7 @@ class _WhatIfMode(DispatchMode):
     def handle(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
         """Return the result of the op as given."""
         call = DispatchedCall(func, args, kwargs, keys)
-        if call.traits.skipped or call.traits.view or self.fault is not None or self.lockstep.tape is None:
+        if call.traits.skipped or call.traits.view or self.fault is not None or self.tape.stopped is not None:
             return call.run()
         call.module, call.lines = self.stack.current, source_lines(sys._getframe(1))
         before = self._guarded(self._prepare, call)
@@ -156,8 +165,8 @@ class _WhatIfMode(DispatchMode):
         return _Before(results, state, arguments)
 
     def _record(self, call: DispatchedCall, out: Any, before: _Before) -> None:
-        outputs, tape = call.results(out), self.lockstep.tape
-        if not outputs or tape is None:
+        outputs = call.results(out)
+        if not outputs or self.tape.stopped is not None:
             return
         results, state, arguments = before
         if state is not None and arguments is not None and has_drawn(call, state):
@@ -165,7 +174,7 @@ class _WhatIfMode(DispatchMode):
         else:
             self.lockstep.advance(call, outputs)
         errors = tuple(None if result is None else result - outputs[0].detach() for result in results)
-        tape.add(call, call.row(outputs), outputs, [errors])
+        self.tape.add(call, call.row(outputs), outputs, [errors])
 
 
 class _Before(NamedTuple):
@@ -195,8 +204,7 @@ class _Prediction:
         names = [format_.name for format_ in self._mode.formats]
         if self._all_zero:
             return unknown(names, "the output of fp32 is all zeros")
-        tape = self._mode.lockstep.full_tape
-        if not self._leaves or tape is None:
+        if not self._leaves:
             return unknown(names, self._lost or "the output has no floating-point values")
         generator = torch.Generator().manual_seed(self._seed)
         # Each tensor with directions: random ones for it, and zeros in those of the others.
@@ -209,6 +217,7 @@ class _Prediction:
             directions = random.new_zeros(self._probes * len(self._leaves), *leaf.shape)
             directions[self._columns(index)] = random
             seeds.append((leaf, directions))
+        tape = self._mode.tape
         changes = tape.backward(seeds)
         return [self._entry(index, changes, list(tape.blocked)) for index in range(len(names))]
 

@@ -35,7 +35,7 @@ from lowprec_check.engine.run.memory_limits import (
 )
 from lowprec_check.engine.run.plain_part import _fingerprint
 from lowprec_check.engine.run.tasks import open_task_files
-from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
+from lowprec_check.engine.trace.instrument import fp32_state, run_instrumented
 from lowprec_check.errors import UsageError
 from lowprec_check.report.registry import render
 from lowprec_check.schema.axes import BACKENDS, Backend, Example
@@ -56,8 +56,13 @@ def model() -> nn.Module:
 
 def allocated_by(layers: nn.Module, precision: str, errors: Part, *, budget: bool = False) -> int:
     """Bytes that casting and running the model op by op allocates at its peak."""
+    from helpers import DEFAULT, budget_observer  # a process of a test imports this module alone
+
     inputs, fp32 = torch.randn(4, 2048), fp32_state(layers)
-    options = Options(errors=errors, budget=budget, fp32_outputs=[layers(inputs).detach()])  # type: ignore[arg-type]
+    options = DEFAULT._replace(errors=errors)
+    if budget:
+        observer = budget_observer([layers(inputs).detach()])
+        options = options._replace(observers=(observer, *options.observers))
 
     def work() -> None:
         with prepared(layers, PRECISIONS.get(precision), torch.device("cpu")) as ready:

@@ -11,14 +11,14 @@ import msgspec
 import pytest
 import torch
 from generated import Step, build, chains, inputs
-from helpers import CPU, LOW, run
+from helpers import CPU, DEFAULT, LOW, budget_observer, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.trace import pending_figures
-from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
+from lowprec_check.engine.trace.instrument import fp32_state, run_instrumented
 from lowprec_check.engine.trace.journal import Instrumented
 from lowprec_check.engine.trace.pending_figures import PendingFigures
 from lowprec_check.schema.precisions import PRECISIONS
@@ -71,7 +71,7 @@ class Layers(nn.Module):
 
 
 def found_by(model: nn.Module, x: Tensor, precision: str, *, budget: bool, **options: Any) -> Instrumented:
-    return run(model, (x,), precision, options=Options(**options), budget=budget)[1]
+    return run(model, (x,), precision, options=DEFAULT._replace(**options), budget=budget)[1]
 
 
 def same_figures(found: Instrumented, expected: Instrumented) -> Iterator[None]:
@@ -119,7 +119,9 @@ def waits_of(depth: int, *, budget: bool, deferred: bool) -> int:
     torch.manual_seed(0)
     model, args = Layers(depth).eval(), (torch.randn(24, 24),)
     fp32, outputs = fp32_state(model), [model(*args).detach()]
-    options = Options(budget=budget, fp32_outputs=outputs, deferred=deferred)
+    options = DEFAULT._replace(deferred=deferred)
+    if budget:
+        options = options._replace(observers=(budget_observer(outputs), *options.observers))
     with prepared(model, PRECISIONS.get("bfloat16"), CPU) as ready, pytest.MonkeyPatch.context() as patch:
         counter = count_waits(patch)
         found = run_instrumented(ready, args, {}, fp32, options)

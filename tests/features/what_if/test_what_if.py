@@ -32,8 +32,7 @@ from torch import Tensor, nn
 
 from lowprec_check import ResultError, ScanResult, UsageError, WhatIf, render, scan
 from lowprec_check.engine.model.prepared import prepared
-from lowprec_check.engine.trace import matrix_products
-from lowprec_check.features.what_if import prediction, run
+from lowprec_check.features.what_if import matrix_products, prediction, run
 from lowprec_check.features.what_if.prediction import predict
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.what_if import WHAT_IF_FORMATS, OperandFormat

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 
+from lowprec_check.engine.trace.twins import may_overlap
+
 
 class GradientBuffers:
     """One gradient per storage and direction."""
@@ -116,16 +118,6 @@ class Part(NamedTuple):
         """Whether it shows every element of its storage."""
         is_large = math.prod(self.shape) * (1 + self.is_complex) >= self.size
         return is_large and not may_overlap(self.shape, self.stride)
-
-
-def may_overlap(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether elements of a tensor may share memory, as those of ``as_strided`` can."""
-    spanned = 0
-    for step, size in sorted(zip(stride, shape, strict=True)):
-        if size > 1 and step <= spanned:
-            return True
-        spanned += step * (size - 1)
-    return False
 
 
 def pulled_back(values: Sequence[Tensor], leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor | None]:

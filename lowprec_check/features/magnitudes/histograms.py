@@ -12,11 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.floating_dtypes import as_real, is_float
+from lowprec_check.engine.core.floating_dtypes import as_real
 from lowprec_check.engine.core.tensor_comparison import is_dense
-from lowprec_check.engine.trace.dispatched_call import DispatchedCall
-from lowprec_check.engine.trace.ops import COPIES
-from lowprec_check.engine.trace.twins import Twins
 from lowprec_check.schema.measures import SAMPLE, ModuleMagnitudes
 from lowprec_check.schema.module_paths import module_around
 
@@ -44,14 +41,6 @@ class MagnitudeSamples:
         self._pending: list[tuple[int, Tensor]] = []
         # By device, of shape (modules, buckets), int64.
         self._counts: dict[torch.device, Tensor] = {}
-
-    def add_outputs(self, call: DispatchedCall, outputs: list[Tensor], twins: Twins) -> None:
-        """Count the reference's values for the first output, unless the op gives no new ones."""
-        traits = call.traits
-        repeats = traits.casts or traits.packet in COPIES or traits.packet == "aten::copy_"
-        if repeats or not is_float(outputs[0]) or (traits.moves and not any(map(is_float, call.inputs))):
-            return
-        self.add(call.module, twins.reference_of(outputs[0]))
 
     def add(self, module: str, values: Tensor) -> None:
         """Count a sample of floating or complex ``values``, which an op of ``module`` gave."""

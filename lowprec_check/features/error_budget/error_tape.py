@@ -22,10 +22,11 @@ from lowprec_check.engine.core.devices import MemoryLimit
 from lowprec_check.engine.core.floating_dtypes import is_float, is_narrow, rounding_of
 from lowprec_check.engine.core.tensor_comparison import CHUNK, Norm
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
-from lowprec_check.engine.trace.gradient_buffers import GradientBuffers, Part, pulled_back
+from lowprec_check.engine.trace.lockstep import Leaf, Lockstep, ReferenceOps
 from lowprec_check.engine.trace.ops import Args, Kwargs
-from lowprec_check.engine.trace.pending_figures import PendingFigures
 from lowprec_check.engine.trace.twins import Twin, Twins
+from lowprec_check.features.error_budget.differentiable import run_differentiable
+from lowprec_check.features.error_budget.gradient_buffers import GradientBuffers, Part, pulled_back
 from lowprec_check.schema.op_calls import OpCall
 
 COMPACT = torch.bfloat16  # the dtype in which the tape stores errors
@@ -34,9 +35,6 @@ AddedErrors = tuple[Tensor | None, ...]
 """What an op adds to the error of a result, given its inputs: by part, or by format; ``None``:
 nothing. All ops of a tape have the same errors in the same order; empty: none at all.
 """
-
-Leaf = Callable[[Tensor, Tensor], Tensor]
-"""Maps a tensor of the run and its reference values to the argument that the op gets."""
 
 _NOT_ENOUGH_MEMORY = "the activations of the model and their errors need more than {:.1f} GiB, {}"
 
@@ -66,11 +64,12 @@ class TapedOp(NamedTuple):
     """
 
 
-class ErrorTape:
+class ErrorTape(ReferenceOps):
     """The ops of one run on its reference; ``limit`` is the memory that the tape may hold."""
 
-    def __init__(self, twins: Twins, limit: MemoryLimit, figures: PendingFigures) -> None:
-        self._twins, self._limit, self._figures = twins, limit, figures
+    def __init__(self, lockstep: Lockstep, limit: MemoryLimit) -> None:
+        self._twins, self._figures, self._limit = lockstep.twins, lockstep.figures, limit
+        lockstep.ops = self
         self._nodes: list[_Node] = []
         self._bytes = 0
         self._serials = itertools.count()
@@ -80,18 +79,23 @@ class ErrorTape:
         self.stopped: str | None = None  # why the tape stopped early, in words
         self.blocked: dict[str, None] = {}  # ops with inputs that have errors, through which no derivative leads
         self._call: _TapedCall | None = None
-        self.saving: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        """How its graphs save tensors."""
 
     # -- recording
+
+    @property
+    def keeps_values(self) -> bool:
+        """Graphs need the values that they were made with."""
+        return self.stopped is None
 
     def run(
         self,
         call: DispatchedCall,
-        arguments: Callable[[Leaf], tuple[Args, Kwargs]],
+        arguments: Callable[[Leaf | None], tuple[Args, Kwargs]],
         results: Callable[..., list[Tensor]],
     ) -> tuple[Args, list[Tensor]]:
         """The ``arguments`` and ``results`` of ``call``, without graph, for :meth:`add`."""
+        if self.stopped is not None:
+            return super().run(call, arguments, results)
         self._call = _TapedCall(call, self._twins)
         try:
             with self._gradients(), self.saving():
@@ -103,6 +107,16 @@ class ErrorTape:
                 args, kwargs = arguments(_TapedCall(call, self._twins).leaf)
                 self._call.results = results(call, args, kwargs)
         return args, [result.detach() for result in self._call.results]
+
+    def results(self, call: DispatchedCall, args: Args, kwargs: Kwargs) -> list[Tensor]:
+        """Results with a graph; some ops return more then: what only their derivative needs."""
+        if self.stopped is not None:
+            return super().results(call, args, kwargs)
+        return run_differentiable(call, args, kwargs)
+
+    def cannot_follow(self, op: str) -> None:
+        """No derivative leads through it."""
+        self.blocked[op] = None
 
     def add(self, call: DispatchedCall, row: OpCall, outputs: Sequence[Tensor], errors: Sequence[AddedErrors]) -> None:
         """Record the results of the last :meth:`run`: each of ``outputs`` has its ``errors``."""

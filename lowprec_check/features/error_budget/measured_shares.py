@@ -1,31 +1,24 @@
-"""What changes the output, by trials: one module in fp32, or one place of fp32 in 16 bits."""
+"""Measures shares of the output's error: calls the model with one module in fp32 at a time."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
 
 import msgspec
-from torch import Tensor
 
 from lowprec_check.analysis.error_shares import is_trusted
-from lowprec_check.engine.core.floating_dtypes import is_float, torch_dtype
+from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.core.output_comparison import compare_outputs
 from lowprec_check.engine.model.plain_run import output_tensors, run_once
-from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.model.snapshot import Snapshot
-from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_code import reraise_interrupt
+from lowprec_check.engine.run.feature_hooks import Explained
 from lowprec_check.engine.run.plain_part import Fp32Outputs
-from lowprec_check.engine.run.preparation import in_eager_mode, in_fp32, prepared_for
-from lowprec_check.engine.run.tasks import RunTask
-from lowprec_check.engine.trace.journal import Instrumented
-from lowprec_check.engine.trace.range_trials import places_to_try, try_places
+from lowprec_check.engine.run.preparation import in_eager_mode, prepared_for
 from lowprec_check.process import system
-from lowprec_check.schema.measures import MATTERS, ErrorBudget, RangeTrial
-from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.schema.measures import MATTERS, ErrorBudget
 
 SECONDS, SHARE = 0.2, 0.1
 """Time for them: seconds in which the thread runs, and a share of the instrumented part's time."""
@@ -35,17 +28,10 @@ SAME = 1e-3
 """Errors that differ by more, relatively, are of different outputs: random numbers, or a state."""
 
 
-def measured_shares(
-    task: RunTask,
-    target: Target,
-    instrumented: Instrumented,
-    outputs: Sequence[Tensor] | None,
-    so_far: RunSoFar,
-    *,
-    seconds: float,
-) -> Iterator[ErrorBudget]:
-    """The error budget with one more share of modules measured, most important first."""
-    budget = instrumented.budget
+def measure_shares(explained: Explained) -> None:
+    """Add to the budget of a run the measured shares of modules, the most important first."""
+    task, target, so_far = explained.task, explained.target, explained.report.so_far
+    budget, outputs = so_far.run.budget, explained.outputs
     if outputs is None or budget is None or not (is_trusted(budget) and budget.measured):
         return
     # Another call would give other outputs, or take too long.
@@ -63,7 +49,8 @@ def measured_shares(
     worst = max(errors, key=errors.__getitem__, default=None)
     if worst is None or not math.isclose(errors[worst], budget.measured, rel_tol=SAME):
         return
-    limit, started = SECONDS + SHARE * seconds, system.thread_time()
+    started = system.thread_time()
+    limit = SECONDS + SHARE * (started - explained.started)
     needed = OF_FAILING if budget.measured > (task.tolerance or 0.0) and so_far.seconds <= SLOWEST else 0
     snapshot, longest = Snapshot(target.model, target.rewound, parameters=task.changes_parameters), 0.0
     for number, modules in enumerate(_in_order(budget)):
@@ -85,7 +72,7 @@ def measured_shares(
                 for share in budget.modules
             ]
             budget = msgspec.structs.replace(budget, modules=shares)
-            yield budget
+            explained.report.add(budget=budget)
         longest = max(longest, system.thread_time() - before)
 
 
@@ -104,35 +91,3 @@ def _in_order(budget: ErrorBudget) -> list[list[str]]:
 
     # Otherwise in the order of the budget, the largest first.
     return sorted(together.values(), key=rank, reverse=True)
-
-
-def tried_ranges(task: RunTask, target: Target, instrumented: Instrumented) -> list[RangeTrial]:
-    """What each place with values out of range does alone to fp32's output, if the run fails."""
-    low_format, limit = PRECISIONS.get(task.precision).format, task.tolerance or 0.0
-    if not low_format.underflows:
-        return []
-    # The error that is known of the run: one that is not a number fails, too.
-    error, budget = instrumented.lockstep_error, instrumented.budget
-    fails = budget is not None and budget.measured is not None and budget.measured > limit
-    if error is not None:
-        fails = fails or error.distance is None or error.distance > limit
-    rows = []
-    if fails:
-        rows = places_to_try(instrumented.op_calls, low_format.mark)
-    if not rows:
-        return []
-    saved = Fp32Outputs.load(task.files)
-    if saved.probe is not None:
-        return []
-    with prepared_for(in_fp32(task), target) as ready:
-        return try_places(
-            in_eager_mode(ready, target),
-            target.args,
-            target.kwargs,
-            rows,
-            torch_dtype(low_format),
-            saved.outputs[0],
-            tolerance=limit,
-            seed=task.seed,
-            seconds=task.explain_budget / 2,
-        )

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import lowprec_check
 from lowprec_check.analysis.error_shares import TRUSTED
-from lowprec_check.engine.trace import instrument
+from lowprec_check.engine.core.devices import MemoryLimit
 from lowprec_check.engine.trace.instrument import Options
 from lowprec_check.schema.measures import ErrorBudget, Share
 from lowprec_check.schema.op_calls import OpCalls
@@ -541,12 +541,12 @@ def test_the_budget_is_about_the_output_with_the_largest_error() -> None:
     assert several.predicted == pytest.approx(one.predicted)
 
 
-def test_a_budget_that_does_not_fit_into_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_that_does_not_fit_into_memory_is_left_out() -> None:
     model, x = build(STEPS), inputs()
     _, off = run(model, (x,), "bfloat16")
     for bytes_free in (0, 2_000):
-        monkeypatch.setattr(instrument, "free_memory", lambda _, free=bytes_free: free)
-        plain, found = run(model, (x,), "bfloat16", budget=True)
+        limit = MemoryLimit.half_of(bytes_free)
+        plain, found = run(model, (x,), "bfloat16", budget=True, budget_limit=limit)
         assert found.budget is not None
         assert found.budget.reason is not None
         assert "memory" in found.budget.reason

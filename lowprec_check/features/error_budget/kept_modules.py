@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from lowprec_check.engine.trace.error_tape import Read, TapedOp, squares
+from lowprec_check.features.error_budget.error_tape import Read, TapedOp, squares
 from lowprec_check.schema.module_paths import paths_above
 from lowprec_check.schema.op_calls import PRODUCTS
 

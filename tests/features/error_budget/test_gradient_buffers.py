@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lowprec_check.engine.trace.gradient_buffers import GradientBuffers, Part, pulled_back
+from lowprec_check.features.error_budget.gradient_buffers import GradientBuffers, Part, pulled_back
 
 SIZE = 24
 DIRECTIONS = 3

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.core.tensor_comparison import ratio
-from lowprec_check.engine.model.plain_run import OutputPart
-from lowprec_check.engine.trace.error_tape import ErrorTape, squares
-from lowprec_check.engine.trace.kept_modules import Kept, KeptModules
-from lowprec_check.engine.trace.lockstep import Lockstep
+from lowprec_check.engine.trace.returned import Returned
 from lowprec_check.engine.trace.twins import Twins
+from lowprec_check.features.error_budget.error_tape import ErrorTape, squares
+from lowprec_check.features.error_budget.kept_modules import Kept, KeptModules
 from lowprec_check.schema.measures import ErrorBudget, ModuleShare, Share
 from lowprec_check.schema.module_paths import paths_above
 from lowprec_check.schema.op_calls import OpCall
@@ -38,7 +37,8 @@ Source = tuple[str, str, str | None, bool]
 
 
 def error_budget(
-    lockstep: Lockstep,
+    tape: ErrorTape,
+    twins: Twins,
     outputs: Sequence[Returned],
     fp32: Sequence[Tensor] | None,
     *,
@@ -52,13 +52,10 @@ def error_budget(
     they draw other random numbers: then the reference's are used. ``modules`` are those that were
     called. ``autocast``: whether the run is under autocast, which casts at few ops only.
     """
-    tape = lockstep.full_tape
-    if tape is None:
-        return ErrorBudget(reason="it was not asked for")
     if tape.stopped is not None:
         return ErrorBudget(reason=tape.stopped)
     leaves = [
-        _Leaf(low.detach(), lockstep.twins.reference_of(low), lockstep.twins.reference_of(low), lost)
+        _Leaf(low.detach(), twins.reference_of(low), twins.reference_of(low), lost)
         for low, _, lost in outputs
         if is_float(low) and low.numel()
     ]
@@ -249,33 +246,3 @@ def by_place(entries: Iterable[tuple[Source, float]]) -> tuple[list[Share], floa
     large = sorted((share for share in shares if abs(share.share) >= LEAST_SHARE), key=lambda share: -abs(share.share))
     listed = sorted(large[:MOST_SHARES], key=lambda share: -share.share)
     return listed, math.fsum(share.share for share in shares) - math.fsum(share.share for share in listed)
-
-
-# -- what a model returned
-
-OUTSIDE = "errors cannot be followed to the NumPy array or Python number that the model returns"
-NOT_DENSE = "errors cannot be followed to the sparse or nested tensor that the model returns"
-
-
-class Returned(NamedTuple):
-    """One tensor of an output."""
-
-    tensor: Tensor  # on the storage that the ops of the model wrote, if ``lost`` is ``None``
-    compared: Tensor  # as it is compared with fp32's; the same object, unless its dtype is converted
-    lost: str | None = None  # why no error can be followed to it, in words
-
-
-def returned(parts: Iterable[OutputPart], twins: Twins) -> list[Returned]:
-    """The tensors of an output, in the order of ``output_tensors``; an array's is on its memory."""
-    tensors = []
-    for leaf, tensor, is_own in ((part.leaf, part.tensor, part.is_own) for part in parts):
-        result = Returned(tensor, tensor)
-        if leaf.is_nested or leaf.layout != torch.strided:
-            result = Returned(tensor, tensor, NOT_DENSE)
-        elif not is_own:
-            written = twins.on_storage(leaf)
-            result = Returned(tensor, tensor, OUTSIDE) if written is None else Returned(written, written)
-        elif tensor.dtype != leaf.dtype:
-            result = Returned(leaf, tensor)
-        tensors.append(result)
-    return tensors

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import CPU, LOW, run
+from helpers import CPU, DEFAULT, LOW, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lowprec_check.engine.model.prepared import prepared
-from lowprec_check.engine.trace import magnitude_samples
-from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
-from lowprec_check.engine.trace.magnitude_samples import MagnitudeSamples, sample
+from lowprec_check.engine.trace.instrument import fp32_state, run_instrumented
+from lowprec_check.features.magnitudes import histograms as sampling
+from lowprec_check.features.magnitudes.histograms import MagnitudeSamples, sample
 from lowprec_check.schema.measures import SAMPLE, ModuleMagnitudes
 from lowprec_check.schema.precisions import PRECISIONS
 
@@ -67,7 +67,7 @@ def test_histograms_are_those_of_the_outputs_of_the_plain_fp32_model(precision: 
     torch.manual_seed(0)
     model, x = Net().eval(), torch.randn(IMAGE)
     plain = hooked(model, x)
-    _, found = run(model, (x,), precision, options=Options(deferred=deferred))
+    _, found = run(model, (x,), precision, options=DEFAULT._replace(deferred=deferred))
     histograms = {its.module: its for its in found.magnitudes}
     assert set(histograms) >= set(plain)
     for name, values in plain.items():
@@ -93,13 +93,13 @@ def test_a_sample_is_bounded_and_meets_every_channel() -> None:
 )
 def test_every_number_is_counted_once(values: list[list[float]], batch: int) -> None:
     """Subnormals, zeros, infinities, batches of any size; against arithmetic in fp64."""
-    samples, kept = MagnitudeSamples(), magnitude_samples.BATCH
+    samples, kept = MagnitudeSamples(), sampling.BATCH
     try:
-        magnitude_samples.BATCH = batch
+        sampling.BATCH = batch
         for index, numbers in enumerate(values):
             samples.add(f"m{index % 4}", torch.tensor(numbers))
     finally:
-        magnitude_samples.BATCH = kept
+        sampling.BATCH = kept
     histograms = {its.module: its for its in samples.result()}
     for name in {f"m{index % 4}" for index, numbers in enumerate(values) if numbers}:
         of_it = [number for index, numbers in enumerate(values) if f"m{index % 4}" == name for number in numbers]
@@ -114,8 +114,8 @@ def test_counts_on_a_device_are_those_on_a_cpu() -> None:
     torch.manual_seed(0)
     pending = [(row % 3, torch.randn(50 + row).relu() * 10.0 ** (row - 40)) for row in range(9)]
     on_cpu, elsewhere = torch.zeros(3, 279, dtype=torch.int64), torch.zeros(3, 279, dtype=torch.int64)
-    magnitude_samples.add_on_cpu(on_cpu, pending)
-    magnitude_samples.add_on_accelerator(elsewhere, pending)
+    sampling.add_on_cpu(on_cpu, pending)
+    sampling.add_on_accelerator(elsewhere, pending)
     assert on_cpu.sum()
     assert torch.equal(on_cpu, elsewhere)
 
@@ -133,19 +133,19 @@ class Odd(nn.Module):
 @pytest.mark.parametrize("budget", [False, True])
 def test_odd_outputs_are_counted_without_a_fault(mode: Any, budget: bool) -> None:
     with mode():
-        _, found = run(Odd(), (torch.randn(4, 4),), "bfloat16", options=Options(budget=budget))
+        _, found = run(Odd(), (torch.randn(4, 4),), "bfloat16", budget=budget)
     (histogram,) = found.magnitudes
     assert histogram.values
     assert not histogram.nonfinite
 
 
 def test_no_histogram_without_a_reference_and_only_of_the_forward_pass() -> None:
-    _, found = run(Net().eval(), (torch.randn(IMAGE),), "half", options=Options(errors="none"))
+    _, found = run(Net().eval(), (torch.randn(IMAGE),), "half", options=DEFAULT._replace(errors="none"))
     assert found.magnitudes == []
 
 
 def test_beyond_the_most_modules_values_count_for_the_module_around(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(magnitude_samples, "MOST_MODULES", 3)
+    monkeypatch.setattr(sampling, "MOST_MODULES", 3)
     samples = MagnitudeSamples()
     for module in ("a", "a.b", "a.b.c", "d"):
         samples.add(module, torch.ones(2))
@@ -158,7 +158,7 @@ def test_beyond_the_most_modules_values_count_for_the_module_around(monkeypatch:
 
 def test_samples_do_not_keep_the_tensors_of_the_model() -> None:
     with prepared(Net().eval(), PRECISIONS.get("bfloat16"), CPU) as ready:
-        found = run_instrumented(ready, (torch.randn(8, *IMAGE[1:]),), {}, fp32_state(ready.model), Options())
+        found = run_instrumented(ready, (torch.randn(8, *IMAGE[1:]),), {}, fp32_state(ready.model), DEFAULT)
     assert all(its.values <= its.ops * SAMPLE for its in found.magnitudes)
     big = torch.zeros(1 << 16)
     assert sample(big).untyped_storage().nbytes() <= SAMPLE * 4

@@ -1,0 +1,1 @@
+"""Histograms of the magnitudes of values, by module."""

@@ -1,0 +1,52 @@
+"""Adds to a run that fails what each place with values out of range does alone to fp32's output."""
+
+from __future__ import annotations
+
+from lowprec_check.engine.core.floating_dtypes import torch_dtype
+from lowprec_check.engine.run.feature_hooks import Explained, Feature
+from lowprec_check.engine.run.plain_part import Fp32Outputs
+from lowprec_check.engine.run.preparation import in_eager_mode, in_fp32, prepared_for
+from lowprec_check.features.range_trials.out_of_range import places_to_try, try_places
+from lowprec_check.schema.precisions import PRECISIONS
+
+
+class RangeTrials(Feature):
+    """Trials of single places."""
+
+    place = 10
+
+    def after_explanation(self, explained: Explained) -> None:
+        """Try them, in a format with a small range."""
+        task, target, report = explained.task, explained.target, explained.report
+        low_format, limit = PRECISIONS.get(task.precision).format, task.tolerance or 0.0
+        if task.is_reference or not task.mode.is_forward or not low_format.underflows:
+            return
+        # The error that is known of the run: one that is not a number fails, too.
+        error, budget = report.run.lockstep_error, report.run.budget
+        fails = budget is not None and budget.measured is not None and budget.measured > limit
+        if error is not None:
+            fails = fails or error.distance is None or error.distance > limit
+        rows = []
+        if fails:
+            rows = places_to_try(report.run.op_calls, low_format.mark)
+        if not rows:
+            return
+        saved = Fp32Outputs.load(task.files)
+        if saved.probe is not None:
+            return
+        with prepared_for(in_fp32(task), target) as ready:
+            trials = try_places(
+                in_eager_mode(ready, target),
+                target.args,
+                target.kwargs,
+                rows,
+                torch_dtype(low_format),
+                saved.outputs[0],
+                tolerance=limit,
+                seed=task.seed,
+                seconds=task.explain_budget / 2,
+            )
+        report.add(range_trials=trials)
+
+
+RANGE_TRIALS = RangeTrials()
