@@ -68,6 +68,8 @@ class Feature:
     """Where it comes among the others, the first lowest."""
     measurements: ClassVar[Sequence[Measurement]] = ()
     """What it measures in the worker of each run."""
+    keeps: ClassVar[Sequence[str]] = ()
+    """Names of what it keeps of the fp32 run for later workers, by :meth:`TaskFiles.keep`."""
 
     def mode(self, source: TargetSource, options: ScanOptions, machine: Machine | None) -> Mode | None:
         """The mode of a scan, if this feature has one that is asked for."""

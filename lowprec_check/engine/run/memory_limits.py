@@ -99,8 +99,8 @@ def most_at_once(task: RunTask, model: nn.Module) -> int:
 
 
 def _outputs(files: TaskFiles) -> int:
-    """Bytes kept for comparisons: outputs of fp32 (a file), as many of the run, further inputs."""
-    return 2 * os.fstat(files.reference).st_size + 2 * os.fstat(files.further).st_size
+    """Bytes for comparisons: what is kept of the fp32 run, in files, and as much of the run."""
+    return 2 * sum(os.fstat(file).st_size for _, file in files.of_fp32)
 
 
 def why_too_large(

@@ -9,6 +9,7 @@ import math
 import os
 import pickle
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -71,13 +72,14 @@ def execute(task: ModelTask, source: TargetSource, isolation: Isolation, *, idle
 def start_worker(task: ModelTask, source: TargetSource, method: Method, *, shared: bool = False) -> TaskWorker:
     """A worker for ``task`` alone; a ``shared`` one waits for it, and for those that follow."""
     fresh = FreshLoad(source.forked) if method == "fork" else source.fresh()
+    breadcrumb, log, of_fp32 = task.files
     worker: TaskWorker = FunctionWorker(
         functools.partial(serve, fresh.load) if shared else functools.partial(do_task, task, fresh.load),
         decode,
         method=method,
-        log=task.files.log,
-        breadcrumb=Breadcrumb.clear(task.files.breadcrumb),
-        descriptors=(*fresh.descriptors, *task.files),
+        log=log,
+        breadcrumb=Breadcrumb.clear(breadcrumb),
+        descriptors=(*fresh.descriptors, breadcrumb, log, *dict(of_fp32).values()),
     )
     worker.set_timeout(LOAD_SECONDS)
     return worker
@@ -275,7 +277,7 @@ class SideBySide:
 
     def _begin(self, task: RunTask, idle_limit: float) -> None:
         with contextlib.ExitStack() as files:
-            own: dict[str, int] = {}
+            own: dict[str, Any] = {}
             for name in ("breadcrumb", "log"):
                 own[name] = shared_file()
                 files.callback(os.close, own[name])

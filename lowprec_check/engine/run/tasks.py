@@ -13,6 +13,7 @@ import torch
 
 from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.run.feature_hooks import features
 from lowprec_check.engine.run.messages import Receive, Send
 from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.errors import UsageError
@@ -32,22 +33,23 @@ OP_SECONDS = 1.0
 HOPELESS_RATIO, HOPELESS_SECONDS = 20.0, 0.25
 """Times as long as fp32, and seconds, that end the calls in a format that is not accelerated."""
 
+OUTPUTS = "outputs"
+"""The name of the file of the fp32 run's outputs."""
+
 
 class TaskFiles(NamedTuple):
     """Descriptors of unnamed files that the workers of a target share with this process."""
 
     breadcrumb: int
     """The op that the worker runs."""
-    reference: int
-    """The outputs of the fp32 run."""
     log: int
     """The traceback of a worker that a signal killed."""
-    further: int
-    """Further inputs, and the outputs of fp32 on them."""
+    of_fp32: tuple[tuple[str, int], ...]
+    """What the fp32 run keeps, by name: its outputs, and what features keep."""
 
-    def keep(self, content: dict[str, Any], *, further: bool = False) -> None:
+    def keep(self, content: dict[str, Any], name: str = OUTPUTS) -> None:
         """In the fp32 run: save tensors and plain values; :class:`UsageError` without memory."""
-        descriptor = self.further if further else self.reference
+        descriptor = dict(self.of_fp32)[name]
         clear_shared(descriptor)
         try:
             with os.fdopen(os.dup(descriptor), "wb") as file:
@@ -58,10 +60,10 @@ class TaskFiles(NamedTuple):
                 "Free some memory, or raise the limit of file sizes (ulimit -f).",
             ) from None
 
-    def kept(self, *, further: bool = False) -> dict[str, Any]:
+    def kept(self, name: str = OUTPUTS) -> dict[str, Any]:
         """What the fp32 run kept; raises :class:`UsageError` if the model has overwritten it."""
         try:
-            with open_shared(self.further if further else self.reference) as file:
+            with open_shared(dict(self.of_fp32)[name]) as file:
                 content: dict[str, Any] = torch.load(file, weights_only=True)
         except Exception:
             raise UsageError(
@@ -75,12 +77,14 @@ class TaskFiles(NamedTuple):
 @contextlib.contextmanager
 def open_task_files() -> Iterator[TaskFiles]:
     """New files, freed at the end; raises :class:`UsageError` if none can be created."""
+    names = [OUTPUTS, *(name for feature in features() for name in feature.keeps)]
     with contextlib.ExitStack() as stack:
         files = []
-        for _ in TaskFiles._fields:
+        for _ in ("breadcrumb", "log", *names):
             files.append(shared_file())
             stack.callback(os.close, files[-1])
-        yield TaskFiles(*files)
+        breadcrumb, log, *of_fp32 = files
+        yield TaskFiles(breadcrumb, log, tuple(zip(names, of_fp32, strict=True)))
 
 
 AnyTask = TypeVar("AnyTask", bound="ModelTask")

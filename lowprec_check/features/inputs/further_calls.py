@@ -43,6 +43,8 @@ LARGEST = 256 << 20
 REPEATS = 1e-4
 """Two fp32 calls that differ by more may depend on state that cannot be rewound."""
 STATEFUL = "two fp32 calls on the same input differ"
+KEPT = "further inputs"
+"""The name of what is kept of the fp32 run: these inputs, and its outputs on them."""
 NOT_KEPT = "further inputs could not be made"
 
 
@@ -103,7 +105,7 @@ class FurtherCalls:
         further = FurtherInputs("resampled", [], reason=reason)
         if reason is None:
             further = self._drawn()
-        self._task.files.keep(further._asdict(), further=True)
+        self._task.files.keep(further._asdict(), KEPT)
 
     def _drawn(self) -> FurtherInputs:
         task, target = self._task, self._target
@@ -144,7 +146,7 @@ class FurtherCalls:
         further = FurtherInputs("resampled", [], reason=NOT_KEPT)
         # Nothing was kept if the worker of fp32 ended before.
         with contextlib.suppress(Exception):
-            further = FurtherInputs(**task.files.kept(further=True))
+            further = FurtherInputs(**task.files.kept(KEPT))
         result = InputsTried(kind=further.kind, left_out=further.left_out, seed=task.seed)
         largest, near = 0.0, NEAR * (task.tolerance or 0.0)
         if output_error is not None and output_error.distance is not None:

@@ -12,7 +12,7 @@ from lowprec_check.engine.run.messages import Started
 from lowprec_check.engine.run.plain_part import Fp32Outputs, PlainPart
 from lowprec_check.engine.run.target_runs import TargetRuns
 from lowprec_check.features.inputs.batches import checked_on, run_references
-from lowprec_check.features.inputs.further_calls import FurtherCalls, with_input, with_interval
+from lowprec_check.features.inputs.further_calls import KEPT, FurtherCalls, with_input, with_interval
 from lowprec_check.schema.measures import InputsTried
 from lowprec_check.schema.scan_result import Run
 
@@ -48,6 +48,7 @@ class Inputs(Feature):
     """Other batches, and further inputs."""
 
     place = 10
+    keeps = (KEPT,)
     measurements = (Measurement(20, "trying further inputs", try_further_inputs),)
 
     def after_reference(self, batches: Sequence[TargetRuns], fp32: Run) -> None:

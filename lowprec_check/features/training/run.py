@@ -119,7 +119,7 @@ class ExtensionTask(ModelTask):
     """Train in the ways of Intel's extension, which changes the process for good."""
 
     changes_process = True
-    steps: int
+    mode: Training
     so_far: RunSoFar
     """The run, to which they are added."""
 
@@ -137,8 +137,8 @@ class ExtensionTask(ModelTask):
         """Send how the model trains in each of these ways."""
         with faults_sent("training with Intel's extension", send), in_training(self, target) as ready:
             reference, report = TrainingReference.load(self.files), Reporter(self.so_far, send)
-            batches = batches_of(target, self.steps)
-            TrainingPart(self, target, ready, report, batches, self.steps, reference).compare_extension()
+            batches = batches_of(target, self.mode.steps)
+            TrainingPart(self, target, ready, report, batches, self.mode.steps, reference).compare_extension()
 
 
 class TrainingFeature(Feature):
@@ -162,7 +162,7 @@ class TrainingFeature(Feature):
         trained = run.status in ("ok", "inaccurate", "nonfinite")
         if not (fits and here and plain and trained) or extension_problem() is not None:
             return run
-        extension = task.as_task(ExtensionTask, so_far=task.begun(), steps=task.mode.steps)
+        extension = task.as_task(ExtensionTask, so_far=task.begun())
         outcome = runs.launcher.do(extension)
         ways = [*run.training.ways]
         if outcome.so_far is not None and outcome.so_far.run.training is not None:

@@ -34,7 +34,7 @@ from lowprec_check.engine.run.memory_limits import (
     why_too_large,
 )
 from lowprec_check.engine.run.plain_part import _fingerprint
-from lowprec_check.engine.run.tasks import open_task_files
+from lowprec_check.engine.run.tasks import OUTPUTS, open_task_files
 from lowprec_check.engine.trace.instrument import fp32_state, run_instrumented
 from lowprec_check.errors import UsageError
 from lowprec_check.report.registry import render
@@ -236,7 +236,7 @@ def test_a_fresh_interpreter_needs_memory_for_the_weights(monkeypatch: pytest.Mo
         assert why_too_large(model(), "cpu", "fork", None, files) is None
         assert why_too_large(model(), "cpu", "spawn", None, files) is not None
         assert why_too_large(model(), "cuda", "spawn", None, files) is None
-        os.write(files.reference, b"outputs")
+        os.write(dict(files.of_fp32)[OUTPUTS], b"outputs")
         assert why_too_large(model(), "cpu", "fork", None, files) is not None
 
 

@@ -164,7 +164,7 @@ def test_op_calls_are_sent_once() -> None:
 
 # -- The run of a task whose worker has ended, by what it had said of it
 
-TASK = RunTask(precision="half", device="cpu", mode=Mode(), files=TaskFiles(0, 0, 0, 0), budget=20.0)
+TASK = RunTask(precision="half", device="cpu", mode=Mode(), files=TaskFiles(0, 0, ()), budget=20.0)
 PASSED = msgspec.structs.replace(TASK.begun().with_fields(status="ok", calls=3), is_judged=True)
 
 
