@@ -317,8 +317,15 @@ class TargetRuns:
         reason = backend.skip_reason(precision, key.device, key.memory_format)
         reason = reason or self.mode.why_skipped(precision, key.device)
         reason = reason or format_problem(key.memory_format, target.model, target.inputs)
-        peak = self.fp32.peak_memory_bytes if self.fp32 else None
-        return reason or why_too_large(target.model, self._template.device, self.isolation, peak, self._template.files)
+        device, files = self._template.device, self._template.files
+        return reason or why_too_large(target.model, device, self.isolation, self._fp32_peak, files)
+
+    @property
+    def _fp32_peak(self) -> int | None:
+        """Peak memory of the fp32 run in bytes, if that is known."""
+        if self.fp32 is None:
+            return None
+        return self.fp32.peak_memory_bytes
 
     def _usual_task(self, key: RunKey, **changes: Any) -> RunTask:
         setup = 0.0 if self.options.budget else BACKENDS.get(key.backend).setup_budget
@@ -336,7 +343,7 @@ class TargetRuns:
             explain_budget=self.options.budget or max(self.budget, forwards),
             fp32_ms=self._fp32_ms,
             fp32_setup=max(0.0, self._first_seconds - fp32_ms / 1e3),
-            fp32_peak=self.fp32.peak_memory_bytes if self.fp32 else None,
+            fp32_peak=self._fp32_peak,
             changes_parameters=self.launcher.changes_parameters or self.mode.changes_parameters,
             accelerated=not self.is_slow(precision),
         )
