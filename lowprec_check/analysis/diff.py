@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -13,8 +13,9 @@ from lowprec_check.analysis.run_summary import effective_status, failing_gaps, l
 from lowprec_check.analysis.speed import SHORT_MS, is_faster, speed
 from lowprec_check.analysis.statements.advice import in_fp32
 from lowprec_check.analysis.statements.status import error_text, passes_but, why_not
-from lowprec_check.analysis.training_status import LOST, first_way, way_text
+from lowprec_check.analysis.training_status import way_text
 from lowprec_check.schema.findings import Recommendation
+from lowprec_check.schema.registry import objects_of_features
 from lowprec_check.schema.run_key import EAGER, RunKey
 from lowprec_check.schema.scan_diff import DiffSide, Direction, Kind, RunPair, ScanChange, ScanDiff
 from lowprec_check.schema.scan_result import Gap, Run, ScanResult
@@ -37,9 +38,18 @@ ratio of two ratios by 20.
 MEMORY_FACTOR, PROCESS_FACTOR = 1.05, 1.15
 """Counted memory of tensors differs by a few per cent; measured memory of processes by more."""
 
-_ERROR_FLOOR = 1e-7  # errors below fp32's own rounding carry no information
+ERROR_FLOOR = 1e-7  # errors below fp32's own rounding carry no information
 
 _MACHINE = ("device", "device_name", "cpu_capability", "threads", "platform")
+
+
+class Comparison(NamedTuple):
+    """What a feature compares in two results; an object in its module ``diff``."""
+
+    of_runs: Callable[[Run, Run], Iterable[ScanChange]]
+    """What changed from a run to the same one of the new scan."""
+    conditions: Callable[[ScanResult], Mapping[str, object]]
+    """What a scan was made with, by name; empty if it was made without the feature."""
 
 
 def diff_scans(old: ScanResult, new: ScanResult) -> ScanDiff:
@@ -110,7 +120,7 @@ def _figures(which: str, run: Run | None, result: ScanResult) -> dict[str, Any]:
         "time": speed(run, result.runs).time,
         "memory": memory_ratio(run, result.runs),
     }
-    if run.training is None:
+    if run.is_forward:
         figures["error"] = run.distance
     return {f"{which}_{name}": value for name, value in figures.items()}
 
@@ -176,13 +186,13 @@ def _changes(before: Run, after: Run, old: ScanResult, new: ScanResult) -> Itera
         yield ScanChange(kind="status", direction="other", run=label(after), what=what)
     # errors are of the same output
     same_output = before.compared_module == after.compared_module and before.output_is_zero == after.output_is_zero
-    same_output = same_output and before.training is after.training is None  # else it is that of the first step
+    same_output = same_output and before.is_forward and after.is_forward  # else it is that of the first step
     if before.distance is not None and after.distance is not None and not after.is_reference and same_output:
-        ratio = max(after.distance, _ERROR_FLOOR) / max(before.distance, _ERROR_FLOOR)
-        if not 1 / ERROR_FACTOR <= ratio <= ERROR_FACTOR:
-            what = _compared("the output error is {times:times}", ratio, "as large as before", "smaller than before")
-            yield _moved("error", after, ratio, what, error_text(before) or "", error_text(after) or "")
-    yield from _training(before, after)
+        words = "the output error is {times:times}", "as large as before", "smaller than before"
+        texts = error_text(before) or "", error_text(after) or ""
+        yield from error_changes(after, (before.distance, after.distance), words, texts)
+    for comparison in objects_of_features("diff", Comparison):
+        yield from comparison.of_runs(before, after)
     yield from _speed(before, after, old, new)
     # memory of the same kind, relative to fp32
     of_fp32, now_of_fp32 = memory_ratio(before, old.runs), memory_ratio(after, new.runs)
@@ -196,31 +206,17 @@ def _changes(before: Run, after: Run, old: ScanResult, new: ScanResult) -> Itera
             yield _moved("memory", after, ratio, what, *shares)
 
 
-def _training(before: Run, after: Run) -> Iterator[ScanChange]:
-    """Changes of the weights' distance from fp32, of lost updates, and of ways that pass."""
-    if before.training is None or after.training is None:
-        return
-    was, is_now = first_way(before), first_way(after)
-    if was is not None and is_now is not None and was.distances and is_now.distances:
-        last = min(len(was.distances), len(is_now.distances)) - 1  # one may have ended early
-        far, is_at = (max(way.distances[last], _ERROR_FLOOR) for way in (was, is_now))
-        if not 1 / ERROR_FACTOR <= is_at / far <= ERROR_FACTOR:
-            near = "nearer to those of fp32 than before"
-            what = _compared("the weights end {times:times}", is_at / far, "as far from those of fp32 as before", near)
-            yield _moved("error", after, is_at / far, what, f"{far:.1e}", f"{is_at:.1e}")
-    lost, loses = (None if way is None else way.lost_updates for way in (was, is_now))
-    direction: Direction
-    if lost is not None and loses is not None and abs(loses - lost) >= LOST:
-        direction, how = ("worse", "more") if loses > lost else ("better", "fewer")
-        what, shares = f"rounding loses {how} updates of weights", (percent(lost), percent(loses))
-        yield ScanChange(kind="error", direction=direction, run=label(after), what=what, old=shares[0], new=shares[1])
-    # the first way is what the status of the run says; a trap is never advised
-    for way in after.training.ways:
-        earlier, is_other = before.training.way(way.name), way is not is_now and not way.declared.is_trap
-        if earlier is not None and is_other and (earlier.status == "ok") != (way.status == "ok"):
-            direction, how = ("better", "passes now") if way.status == "ok" else ("worse", "passes no longer")
-            what, ended = f"{way.declared.words}: {how}", earlier.status
-            yield ScanChange(kind="status", direction=direction, run=label(after), what=what, old=ended, new=way.status)
+def error_changes(
+    run: Run, errors: tuple[float, float], words: tuple[str, str, str], texts: tuple[str, str]
+) -> Iterator[ScanChange]:
+    """That an error of ``run`` changed by :data:`ERROR_FACTOR` between two scans.
+
+    ``words`` are what is compared and how it changed, if it grew and if not; ``texts`` show both.
+    """
+    before, after = (max(error, ERROR_FLOOR) for error in errors)
+    ratio = after / before
+    if not 1 / ERROR_FACTOR <= ratio <= ERROR_FACTOR:
+        yield _moved("error", run, ratio, _compared(words[0], ratio, *words[1:]), *texts)
 
 
 def _elsewhere(before: Run, after: Run) -> Iterator[ScanChange]:
@@ -322,10 +318,11 @@ def _warnings(old: ScanResult, new: ScanResult) -> Iterator[str]:
         was, is_now = getattr(old.model, name), getattr(new.model, name)
         if was != is_now:
             yield f"model {name}: {_shown(was)} → {_shown(is_now)}"
-    for name in ("optimizer", "loss", "new_batches"):
-        was, is_now = (result.training and getattr(result.training, name) for result in (old, new))
-        if was != is_now and old.training and new.training:
-            yield f"training {name.replace('_', ' ')}: {_shown(was)} → {_shown(is_now)}"
+    for comparison in objects_of_features("diff", Comparison):
+        made_with, is_made_with = comparison.conditions(old), comparison.conditions(new)
+        for name in made_with:
+            if name in is_made_with and made_with[name] != is_made_with[name]:
+                yield f"{name}: {_shown(made_with[name])} → {_shown(is_made_with[name])}"
     for title, before, after in (("", old.environment, new.environment), ("option ", old.options, new.options)):
         for key in sorted((before.keys() | after.keys()) - {OPTION, WITH_BASELINE}):
             was, is_now = (options.get(key, _DEFAULTS.get(key)) for options in (before, after))

@@ -137,7 +137,7 @@ def changes_nothing(run: Run) -> bool:
     inputs = run.batch_count
     if run.further_inputs is not None:
         inputs += run.further_inputs.tried
-    if run.training is None and part_of_tolerance(run) and inputs > 1:
+    if run.is_forward and part_of_tolerance(run) and inputs > 1:
         return False
     ops = run.op_calls.dtypes
     return bool(ops) and not any(run.format.mark in dtypes for dtypes in ops)

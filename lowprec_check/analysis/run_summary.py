@@ -177,7 +177,7 @@ def on_which_call(run: Run) -> str:
     The reason of a run that crashed or took too long names the call. That of one that was trained
     names the step.
     """
-    if run.training is not None:
+    if not run.is_forward:
         return ""
     parts = []
     if run.failed_batch:
@@ -248,7 +248,7 @@ def degenerate_output(run: Run, runs: Sequence[Run]) -> str | None:
     the model. A run that passes in spite of a tiny output was compared number by number, and a run
     with NaN or Inf fails without a comparison: both keep their status.
     """
-    if run.status not in _JUDGED or run.is_reference or run.training is not None:
+    if run.status not in _JUDGED or run.is_reference or not run.is_forward:
         return None
     if any(other.is_reference and other.output_is_zero for other in runs):
         return f"the fp32 output is all zeros{fill('; the error is that of {}', run.compared_module)}"

@@ -88,9 +88,10 @@ def drawback(run: Run) -> Sentence | None:
     return chained(say("but its weights are in {format:text}", format=run.format.short), loses, between=": ")
 
 
-def unscales_fp16(way: TrainingWay) -> bool:
+def unscales_fp16(way: TrainingWay | None) -> bool:
     """Whether it failed because ``GradScaler`` rejects gradients in fp16."""
-    return way.exception is not None and "Attempting to unscale FP16 gradients" in way.exception.message
+    error = way.exception if way is not None else None
+    return error is not None and "Attempting to unscale FP16 gradients" in error.message
 
 
 def in_phase(phase: Phase | None) -> str:

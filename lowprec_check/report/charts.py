@@ -133,7 +133,7 @@ def tradeoff(result: ScanResult) -> Chart | None:
         speed_of_run = speed_text(SpeedOf(times.told, times.ratio))
         tip = f"{visible(label(run))}: {speed_of_run}, error {error_figure(error)}{size or ''}, {status.word}"
         dots.append(_Dot(run, times.ratio, times.low, times.high, error, status.tone, tip))
-    if len(dots) < 2 or result.prediction is not None or result.training is not None:
+    if len(dots) < 2 or result.evidence == "predicted" or not result.is_forward:
         return None
     name = "Speed and output error of each run. Area: peak memory; line: interval of the speed; dashed: tolerance."
     return Chart(name, lambda: _svg(name, _tradeoff(dots, result)), detail="all")

@@ -45,7 +45,7 @@ def runs_table(result: ScanResult, said: Sequence[Statement] | None = None) -> T
     names = {"speed", "memory"}.union(
         *({name for name, value in of_run.items() if value is not None} for of_run in figures)
     )
-    if result.training is None:
+    if result.is_forward:
         names.add("output error")
     columns = []
     for column in _COLUMNS:
@@ -70,7 +70,7 @@ def _figures(run: Run, result: ScanResult) -> dict[str, Any]:
         figures["setup"] = f"{run.setup_seconds:.1f} s"
     if not run.is_reference and found.told != "unknown":
         figures["speed"] = SpeedOf(found.told, found.ratio)
-    if result.training is None and not run.is_reference and error is not None:
+    if result.is_forward and not run.is_reference and error is not None:
         # integers and booleans have no relative error: a sentence says how many differ
         text = ""
         if error.rel_l2 is None and error.distance is not None:

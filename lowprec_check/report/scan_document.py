@@ -12,7 +12,7 @@ from lowprec_check.analysis.recommend import recommended_run
 from lowprec_check.analysis.rules.registry import rules
 from lowprec_check.analysis.run_summary import candidates, degenerate_output, label
 from lowprec_check.analysis.statements.advice import basis, sentences
-from lowprec_check.analysis.statements.kinds import statements
+from lowprec_check.analysis.statements.kinds import kinds, statements
 from lowprec_check.catalog.versions import release_of
 from lowprec_check.report.blocks import (
     Block,
@@ -268,8 +268,9 @@ def _advice(result: ScanResult, said: Sequence[Statement]) -> Iterator[Block]:
     yield Say(f"{verdict.text}.", verdict.tone, "verdict")
     if rests_on := basis(said):
         yield Say(rests_on)
-    for way_out in (*of_kind.get("way-out", ()), *of_kind.get("no-plan", ())):
-        yield Say(way_out.text, way_out.tone, "text", ", ".join(way_out.runs))
+    for each in said:
+        if kinds()[each.kind].after == verdict.kind:  # what features say of it
+            yield Say(each.text, each.tone, "text", ", ".join(each.runs))
     for patch in of_kind.get("patch", ()):
         yield Say(f"{patch.text[:1].upper()}{patch.text[1:]}.", patch.tone)
     # why others were not chosen: the first few reasons

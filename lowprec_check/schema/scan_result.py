@@ -225,6 +225,11 @@ class Run(Struct, frozen=True, kw_only=True):
         return self.key.is_reference
 
     @property
+    def is_forward(self) -> bool:
+        """Whether it is about the forward pass alone, and not about training."""
+        return self.training is None
+
+    @property
     def is_low(self) -> bool:
         """Whether it computes in a lower precision than fp32."""
         return self.precision != REFERENCE or self.is_quantized
@@ -355,6 +360,11 @@ class ScanResult(Struct, frozen=True, kw_only=True):
         if self.prediction is not None:
             return self.prediction.torch
         return str(self.environment.get("torch") or "")
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether its runs are about the forward pass alone, and not about training."""
+        return self.training is None
 
     @property
     def evidence(self) -> Evidence:

@@ -83,7 +83,7 @@ HOOKS = (
 )
 """The hooks of a feature, in the order of a scan."""
 
-PARTS = {"rules", "statements", "advice", "report"}
+PARTS = {"rules", "statements", "advice", "report", "diff"}
 """The other modules of a feature that are found by their names."""
 
 

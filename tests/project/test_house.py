@@ -88,7 +88,7 @@ VIEWS = ("cli", "report", "schema")
 """``cli/x`` is the command of x, ``report/x`` shows it, ``schema/x`` is what is saved of it: one thing, one name."""
 
 
-FEATURE_PARTS = {"run", "rules", "statements", "advice", "report"}
+FEATURE_PARTS = {"run", "rules", "statements", "advice", "report", "diff"}
 """The modules of a feature that are found by their names."""
 
 

@@ -81,7 +81,7 @@ def output_mismatch(result: ScanResult) -> Iterator[Finding]:
             y = model(x)
     """
     for run in low_runs(result):
-        if run.training is not None or run.status not in ("nonfinite", "inaccurate"):  # a training has LP507
+        if not run.is_forward or run.status not in ("nonfinite", "inaccurate"):  # a training has LP507
             continue
         output, limit = judged_output(run), run.tolerance or 0.0
         if run.status == "nonfinite":
@@ -138,7 +138,7 @@ def _instead(run: Run, result: ScanResult) -> str:
     # A finished search that found no plan is not worth repeating.
     searched = failed_search(run, result.attempts)
     is_over = searched is not None and not searched.stopped_without_plan
-    if is_over and best is None and result.prediction is None:
+    if is_over and best is None and result.evidence == "measured":
         return "if the model tolerates the error, define metric(model) and judge by it: lowprec-check plan --metric"
     search = search_advice(run, result, best, run.failed_batch)
     return search if best is None else f"use {best.label}, or {search}"

@@ -10,7 +10,7 @@ from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
 from lowprec_check.analysis.rules.relevance import faster
 from lowprec_check.analysis.run_summary import failing_gaps, on_which_call, reference_of
 from lowprec_check.analysis.speed import cores_were_used
-from lowprec_check.analysis.training_status import unscales_fp16
+from lowprec_check.analysis.training_status import first_way, unscales_fp16
 from lowprec_check.schema.axes import DEVICES, device_type
 from lowprec_check.schema.op_calls import PRODUCTS, fallback_of, seconds_killed
 from lowprec_check.schema.run_key import EAGER
@@ -315,12 +315,11 @@ def unexplained_error(result: ScanResult) -> Iterator[Finding]:
             continue
         # The text of the exception that stopped the analysis may have other addresses.
         is_same = stop is not None and (stop.type, stop.source) == (error.type, error.source)
-        ways = run.training.ways[:1] if run.training is not None else []
-        if not (run.complete or is_same) or any(map(unscales_fp16, ways)):  # the latter is LP505
+        if not (run.complete or is_same) or unscales_fp16(first_way(run)):  # the latter is LP505
             continue
         advice = error.hint or "use the eager backend, or fix this exception"
         if run.failed_call:
-            left = "the weights that the steps before left, and " if run.training is not None else ""
+            left = "" if run.is_forward else "the weights that the steps before left, and "
             advice = f"look at {left}what the model keeps between calls"
         elif run.backend == EAGER:
             advice = error.hint or "fix this exception"

@@ -117,7 +117,7 @@ Knowledge = Literal["passes", "passes here", "within tolerance", "nonfinite", "e
 
 def that_passes(run: Run) -> Sentence:
     """``the output passes`` of a run with the status ``ok``, or that of a training."""
-    if run.training is not None:
+    if not run.is_forward:
         return say("the training passes")
     if fails_elsewhere(run):
         return say("the output passes on these inputs")
@@ -375,7 +375,7 @@ def search_advice(run: Run, result: ScanResult, passing: Recommendation | None, 
         by_input, by_root = (error * math.sqrt(max(0.0, share)) > limit for share in (of_input, of_root))
     overflows = any(row.spoils_output and row.op.startswith(CAST_INPUT) for row in run.op_calls.rows())
     command, batches = "plan", "inputs-from"
-    if result.prediction is not None:
+    if result.evidence == "predicted":
         command, batches = "scan --plan", "batches"  # plan needs the device
     elif by_input:
         return "pass the input in fp32, or scale it before the cast: that cast alone exceeds the tolerance"

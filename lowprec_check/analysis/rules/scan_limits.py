@@ -29,7 +29,7 @@ def uncalled_module(result: ScanResult) -> Iterator[Finding]:
         # after
         inputs = torch.randn(1, 32)
     """
-    where = "on these inputs" if result.training is None else "in the first step"
+    where = "on these inputs" if result.is_forward else "in the first step"
     for module in never_called(result.runs):
         yield Finding(say(f"never ran {where}: not covered"), module=module, help="scan with inputs that reach it")
 
@@ -59,7 +59,7 @@ def nondeterministic_reference(result: ScanResult) -> Iterator[Finding]:
     advice = "make the model deterministic, e.g. with torch.use_deterministic_algorithms(True)"
     for run in result.runs:
         if run.nondeterministic:
-            least = say_if(run.training is None, "each tolerance is at least three times their difference")
+            least = say_if(run.is_forward, "each tolerance is at least three times their difference")
             yield Finding(chained(say("two fp32 runs with one seed differ"), least), run=run, help=advice)
 
 

@@ -67,7 +67,7 @@ def _verdict(result: ScanResult) -> Iterator[Made]:
             part = part_of_tolerance(run)
         if part >= CLOSE:
             tone = "warn"
-        predicted = " (predicted)" if result.prediction is not None else ""
+        predicted = " (predicted)" if result.evidence == "predicted" else ""
         yield Said(say("Use {name:text}{kept:text}{predicted:text}", **named, predicted=predicted), tone)
     else:
         fp32 = "fp32" if any(other.is_low for other in result.runs) else "eager fp32"
@@ -105,7 +105,7 @@ def _no_pass(result: ScanResult) -> Sentence:
     if any(map(fails_elsewhere, [*tried, *(run for run in result.runs if run.precision == PLAN)])):
         where = " on every input"
     here, fails = f"passed{where} here", f"did not pass{where} here"
-    if result.prediction is not None:
+    if result.evidence == "predicted":
         here, fails = f"is predicted to pass{where}", f"is predicted not to pass{where}"
     # Names are listed only where they are not all that there are.
     if {precision.name for precision in low_precisions()} <= {run.precision for run in tried}:
@@ -121,8 +121,9 @@ def _no_pass(result: ScanResult) -> Sentence:
 @per_scan("patch", "advice", evidence="derived")
 def _patch(result: ScanResult) -> Iterator[Made]:
     """Lines of the user's code to patch, which may be less than a plan; none was tried."""
-    elsewhere = result.fixing or result.training or result.prediction or ".py" not in result.target
-    if elsewhere or not searched_plan(result):
+    if result.fixing or not result.is_forward or result.evidence == "predicted":
+        return
+    if ".py" not in result.target or not searched_plan(result):
         return
     # Lines of installed packages are not the user's to patch.
     rows = [culprit.row for run in result.runs if fails(run) for culprit in culprits(run)]
@@ -154,7 +155,7 @@ def in_fp32(kept: list[str], modules: int, plan: Plan | None) -> str:
 @per_run("passes", "advice", basis=10)
 def judged(run: Run, result: ScanResult) -> Made:
     """How near the recommended run is to its limit, and on how many inputs that rests."""
-    if run is not recommended_run(result) or result.training is not None:
+    if run is not recommended_run(result) or not result.is_forward:
         return None
     odd = degenerate_output(run, result.runs)
     if odd is not None:
@@ -185,7 +186,7 @@ def judged(run: Run, result: ScanResult) -> Made:
 def gain(run: Run, result: ScanResult) -> Made:
     """How fast the recommended run is and how much memory it takes, against fp32."""
     best = result.recommendation
-    if run is not recommended_run(result) or best is None or result.prediction is not None:
+    if run is not recommended_run(result) or best is None or result.evidence == "predicted":
         return None
     if not is_timed(run, best.way):
         return None

@@ -185,7 +185,7 @@ def inputs(result: ScanResult) -> Iterator[Made]:
     passing = [run for run in candidates(result.runs) if run.status == "ok"]
     reached = max((run.failed_batch or 0 for run in candidates(result.runs)), default=0) + 1
     batches = min((run.batch_count for run in passing), default=reached)
-    if result.training is None:
+    if result.is_forward:
         further = further_in(passing)
         yield chained(say("{batches:count batch} of inputs", batches=batches), further, between=", and ")
     reference = reference_of(result.runs)
@@ -257,6 +257,6 @@ def not_withheld(result: ScanResult) -> Iterator[Made]:
 @per_scan("not-called", "not run")
 def not_called(result: ScanResult) -> Iterator[Made]:
     """Modules whose parameters no op read."""
-    never, when = never_called(result.runs), " in the first step" if result.training is not None else ""
+    never, when = never_called(result.runs), "" if result.is_forward else " in the first step"
     words = f"{{count:count module}} whose parameters no op read{when}: {{names:modules}}"
     yield say_if(never, words, count=len(never), names=never)

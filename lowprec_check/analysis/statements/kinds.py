@@ -102,7 +102,7 @@ def statements(result: ScanResult) -> list[Statement]:
 
 
 def _made(kind: Kind, result: ScanResult) -> Iterator[Statement]:
-    is_predicted = kind.evidence == "measured" and result.prediction is not None
+    is_predicted = kind.evidence == "measured" and result.evidence == "predicted"
     evidence: Evidence = "predicted" if is_predicted else kind.evidence
 
     def statement(runs: list[str], sentences: Sequence[Sentence], tone: Tone) -> Statement:

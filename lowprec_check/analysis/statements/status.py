@@ -181,7 +181,7 @@ def why_not(run: Run, runs: Sequence[Run]) -> Said | None:
 @per_run("margin", "margin")
 def margin(run: Run, result: ScanResult) -> Made:
     """How near a run that passes is to its tolerance, if near or tried on further inputs."""
-    if run.status != "ok" or run.training or passes_but(run) or degenerate_output(run, result.runs):
+    if run.status != "ok" or not run.is_forward or passes_but(run) or degenerate_output(run, result.runs):
         return None
     part, further = part_of_tolerance(run), run.further_inputs
     is_near = part >= NEAR

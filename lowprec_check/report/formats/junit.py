@@ -80,7 +80,7 @@ class JUnitFormat(ReportFormat):
 
 def _time(runs: Sequence[Run], result: ScanResult) -> dict[str, str]:
     """The attribute with the seconds of all ``runs``; a prediction has none."""
-    if result.prediction is not None:
+    if result.evidence == "predicted":
         return {}
     return {"time": f"{sum(run.latency_ms or 0.0 for run in runs) / 1000:.6f}"}
 
