@@ -33,6 +33,7 @@ from lowprec_check.engine.core.devices import MemoryLimit, free_memory, synchron
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.plain_run import output_tensors, run_once
 from lowprec_check.engine.model.prepared import Prepared, prepared
+from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.model.target import Target, make_target
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
 from lowprec_check.engine.run.mode import Mode
@@ -45,6 +46,7 @@ from lowprec_check.features.times.rounds import RoundSchedule, TurnFailed, TurnT
 from lowprec_check.features.times.turns import TimeTask
 from lowprec_check.schema.measures import Errors
 from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.schema.scan_result import Run
 
 SETTINGS: dict[str, Errors] = {"both": "both", "both, budget": "both", "accumulated": "accumulated"}
 """The errors that an instrumented run computes."""
@@ -159,12 +161,13 @@ class Bench:
             args, kwargs = ready.inputs(*self.target.inputs)
             synchronize(self.device)
             started = time.perf_counter()
-            traced = run_instrumented(ready, args, kwargs, fp32, options)
+            begun = RunSoFar(run=Run(precision="bfloat16", device=str(self.device), status="ok"))
+            traced = run_instrumented(begun, ready, args, kwargs, fp32, options)
             synchronize(self.device)
             seconds = time.perf_counter() - started
-        assert traced.complete, traced.exception
+        assert traced.run.complete, traced.run.stopped_by
         assert not traced.faults, traced.faults
-        self.ops = len(traced.op_calls)
+        self.ops = len(traced.run.op_calls)
         return seconds
 
     def measure(self, rounds: int) -> dict[str, Any]:

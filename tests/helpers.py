@@ -22,7 +22,6 @@ from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.run.target_runs import TargetRuns, open_runs
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
-from lowprec_check.engine.trace.journal import Instrumented
 from lowprec_check.engine.trace.observers import MakeObserver
 from lowprec_check.engine.trace.plain_modes import withholding
 from lowprec_check.features.error_budget.observer import BudgetObserver
@@ -80,7 +79,7 @@ def run(
     keep_fp32: tuple[str, ...] = (),
     budget: bool = False,
     budget_limit: MemoryLimit | None = None,
-) -> tuple[Run, Instrumented]:
+) -> tuple[Run, Run]:
     """Both parts of one run; the instruments must not have failed. ``budget``: with an error budget, as in a scan."""
     kwargs = kwargs or {}
     with prepared(model, PRECISIONS.get("fp32"), CPU) as ready:
@@ -99,11 +98,12 @@ def run(
         calls = PlainCalls(ready, args, kwargs, seed=0, tolerance=tolerance, references=fp32_calls.outputs)
         plain = calls.run(begun(precision), seconds=60.0).run
         snapshot.restore()
-        found = run_instrumented(ready, args, kwargs, fp32, options, calls.outputs[0] if calls.outputs else None)
+        plain_output = calls.outputs[0] if calls.outputs else None
+        found = run_instrumented(begun(precision), ready, args, kwargs, fp32, options, plain_output)
     assert not found.faults, found.faults
-    return plain, found
+    return plain, found.run
 
 
-def gap_ops(found: Instrumented) -> set[str]:
+def gap_ops(found: Run) -> set[str]:
     """Names of the ops with gaps."""
     return {gap.op for gap in found.gaps}

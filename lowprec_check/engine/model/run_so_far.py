@@ -11,6 +11,12 @@ from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.training import TrainingSetup
 from lowprec_check.schema.verdict import ErrorStats
 
+EXPLAINED = (
+    *("gaps", "op_calls", "uncalled_modules", "called_modules", "function_mode", "complete", "stopped_by", "perturbed"),
+    *("lockstep_error", "emulated", "notes", "incomplete_because", "budget", "range_trials", "magnitudes"),
+)
+"""The fields of a run that come from its instrumented part."""
+
 
 class RunSoFar(Struct, frozen=True, kw_only=True, tag="run"):
     """What is known of a run; a worker sends it whenever that changes."""
@@ -30,6 +36,8 @@ class RunSoFar(Struct, frozen=True, kw_only=True, tag="run"):
     """Whether a call writes to parameters; false if their values are saved anyway."""
     draws: bool | None = None
     """Whether its calls draw random numbers, recorded or observed; ``None`` if unknown."""
+    faults: list[str] = []
+    """Failures of the instruments themselves in the instrumented part."""
     self_error: ErrorStats | None = None
     """Of the reference: the difference between two of its runs."""
     nonfinite_at: tuple[str, str, str | None] | None = None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lowprec_check.engine.model.plain_run import run_once
+from lowprec_check.engine.model.run_so_far import EXPLAINED, RunSoFar
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.feature_hooks import Explained, features, observers
 from lowprec_check.engine.run.memory_limits import allowance
@@ -20,7 +21,6 @@ from lowprec_check.engine.run.preparation import in_eager_mode, in_fp32, kernels
 from lowprec_check.engine.run.tasks import RunTask, as_kept
 from lowprec_check.engine.trace.execution import Emulation
 from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
-from lowprec_check.engine.trace.journal import EXPLAINED, Instrumented
 from lowprec_check.process import system
 from lowprec_check.process.breadcrumb import Breadcrumb
 
@@ -45,16 +45,16 @@ def explain(task: RunTask, target: Target, report: Reporter, outputs: list[Tenso
         add_explanation(Explained(task, target, report, outputs, started), instrumented)
 
 
-def add_explanation(explained: Explained, instrumented: Instrumented) -> None:
+def add_explanation(explained: Explained, instrumented: RunSoFar) -> None:
     """Add what the instrumented part found to the run, and what features try then."""
     task, report = explained.task, explained.report
-    fields = {name: getattr(instrumented, name) for name in EXPLAINED}
-    fields["op_calls"] = as_kept(task, instrumented.op_calls)
+    fields = {name: getattr(instrumented.run, name) for name in EXPLAINED}
+    fields["op_calls"] = as_kept(task, instrumented.run.op_calls)
     # A backend names the ops that it lacks itself.
-    fields["gaps"] = report.run.gaps or instrumented.gaps
-    fields["notes"] = [*report.run.notes, *instrumented.faults, *instrumented.notes]
+    fields["gaps"] = report.run.gaps or instrumented.run.gaps
+    fields["notes"] = [*report.run.notes, *instrumented.faults, *instrumented.run.notes]
     so_far, draws = report.so_far.with_fields(**fields), report.so_far.draws
-    if draws is None and instrumented.complete and not instrumented.faults:
+    if draws is None:
         draws = instrumented.draws
     report.update(msgspec.structs.replace(so_far, is_explained=True, draws=draws))
     with kernels_of(task):
@@ -70,11 +70,13 @@ def instrument(
     emulation: Emulation,
     outputs: list[Tensor] | None = None,
     keep: Callable[[Any], None] = lambda _output: None,
-) -> Instrumented:
-    """The instrumented part, in eager mode; it must give ``outputs`` if nothing is rescued."""
-    allowed = allowance(task, target.model)
+) -> RunSoFar:
+    """What the instrumented part alone shows, in eager mode; it must give ``outputs`` if nothing
+    is rescued.
+    """
+    allowed, begun = allowance(task, target.model), task.begun()
     if allowed.errors is None:
-        return Instrumented.not_run(allowed.note or "")
+        return begun.with_fields(complete=False, incomplete_because=allowed.note or "")
     probe = None
     if allowed.errors != "none" and task.mode.is_forward:
         probe = Fp32Outputs.load(task.files).probe
@@ -97,7 +99,7 @@ def instrument(
             run_once(in_eager_mode(ready, target), target.args, target.kwargs, task.seed)
     fp32 = fp32_state(target.model)
     with task.mode.explained(task, target, options) as (ready, options), kernels_of(task):
-        instrumented = run_instrumented(ready, target.args, target.kwargs, fp32, options, outputs)
+        instrumented = run_instrumented(begun, ready, target.args, target.kwargs, fp32, options, outputs)
     if allowed.note is not None:
-        instrumented = msgspec.structs.replace(instrumented, notes=(*instrumented.notes, allowed.note))
+        instrumented = instrumented.with_fields(notes=[*instrumented.run.notes, allowed.note])
     return instrumented

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from lowprec_check.analysis.choices import other_ops
-from lowprec_check.engine.model.run_so_far import RunSoFar
+from lowprec_check.engine.model.run_so_far import EXPLAINED, RunSoFar
 from lowprec_check.engine.run.messages import (
     GapFound,
     OpCallsFound,
@@ -19,7 +19,6 @@ from lowprec_check.engine.run.messages import (
     WeightRead,
 )
 from lowprec_check.engine.run.tasks import RunTask, as_kept
-from lowprec_check.engine.trace.journal import EXPLAINED
 from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.process.breadcrumb import Position
 from lowprec_check.process.supervisor import signal_name

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -21,13 +20,14 @@ from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.source_location import ModuleStack, call_model
 from lowprec_check.engine.model.plain_run import ModuleOutput, describe_error, kept_output, output_parts
 from lowprec_check.engine.model.prepared import Prepared
+from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.streamed_weights import reads_forgotten, stream_of
 from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.engine.trace.data_flow import DataFlow
 from lowprec_check.engine.trace.execution import Emulation
 from lowprec_check.engine.trace.function_mode import BackwardFailures, FunctionRescue, SteppingCall
-from lowprec_check.engine.trace.journal import Instrumented, Journal
+from lowprec_check.engine.trace.journal import Journal
 from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.engine.trace.nonfinite_origins import NonfiniteOrigins
 from lowprec_check.engine.trace.observers import End, MakeObserver, OpObserver, Pass
@@ -75,38 +75,45 @@ def fp32_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def run_instrumented(
+    begun: RunSoFar,
     ready: Prepared,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     fp32: dict[str, Tensor],
     options: Options,
     plain_outputs: list[Tensor] | None = None,
-) -> Instrumented:
-    """Run with a dispatch mode; after an exception above dispatch, again with a function mode."""
-    run = functools.partial(_pass, ready, args, kwargs, fp32, options)
+) -> RunSoFar:
+    """Run with a dispatch mode; after an exception above dispatch, again with a function mode.
+
+    Returns what this shows of the run ``begun``.
+    """
+    run_once = functools.partial(_pass, begun, ready, args, kwargs, fp32)
     share = _ShareOfCores(options.breadcrumb)
     snapshot = Snapshot(ready.model, (args, kwargs), parameters=options.changes_parameters)
     with reads_forgotten(ready.model), contextlib.ExitStack() as at_end:
         at_end.callback(snapshot.restore)
-        result, failed_above = run(plain_outputs)
+        explained, failed_above = run_once(options, plain_outputs)
         failures = BackwardFailures()
         # A derivative that fails above dispatch takes one more run for each function.
         while failed_above:
             snapshot.rewind()
-            result, failed_above = run(None, failures)
+            explained, failed_above = run_once(options, None, failures)
             failed_above = failed_above and failures.learn()
         # While figures are deferred, no Inf and NaN are followed: one more pass finds those that
         # reach the output.
-        calls = result.op_calls
-        if result.complete and _is_deferred(ready, options) and any((*calls.introduced_inf, *calls.introduced_nan)):
+        calls = explained.run.op_calls
+        if (
+            explained.run.complete
+            and _is_deferred(ready, options)
+            and any((*calls.introduced_inf, *calls.introduced_nan))
+        ):
             snapshot.rewind()
-            options = options._replace(deferred=False)
-            mode_failures = failures if result.function_mode else None
-            result, _ = _pass(ready, args, kwargs, fp32, options, plain_outputs, mode_failures)
-        proven = [gap for gap in result.gaps if gap.phase != "backward" or gap.op != failures.unproven]
+            mode_failures = failures if explained.run.function_mode else None
+            explained, _ = run_once(options._replace(deferred=False), plain_outputs, mode_failures)
+        proven = [gap for gap in explained.run.gaps if gap.phase != "backward" or gap.op != failures.unproven]
         # With another number of threads, sums may be added in another order.
-        perturbed = None if share.varied else result.perturbed
-        return msgspec.structs.replace(result, gaps=proven, perturbed=perturbed)
+        perturbed = None if share.varied else explained.run.perturbed
+        return explained.with_fields(gaps=proven, perturbed=perturbed)
 
 
 class _ShareOfCores:
@@ -134,6 +141,7 @@ def _is_deferred(ready: Prepared, options: Options) -> bool:
 
 
 def _pass(
+    begun: RunSoFar,
     ready: Prepared,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -141,7 +149,7 @@ def _pass(
     options: Options,
     plain_outputs: list[Tensor] | None,
     failures: BackwardFailures | None = None,
-) -> tuple[Instrumented, bool]:
+) -> tuple[RunSoFar, bool]:
     """One pass, with a function mode if ``failures``; and whether it failed above dispatch."""
     step = options.step
     if step is not None:
@@ -180,28 +188,32 @@ def _pass(
             judged = returned(probed, lockstep.twins)
         called = [name for name, _ in ready.model.named_modules() if name and stack.calls[name]]
         fields = recorder.finish(End(outputs, judged, error is None, recorder.drew, called))
-    result = Instrumented(
+    explained = begun.with_fields(
         gaps=journal.gaps,
         op_calls=journal.op_calls(),
         uncalled_modules=uncalled_modules(ready.model, stack, recorder.input_storages),
         called_modules=called,
         function_mode=failures is not None,
         complete=error is None,
-        draws=recorder.drew or failures is not None,
         emulated=options.emulation.reasons(),
-        faults=tuple(recorder.faults),
-        notes=tuple(itertools.starmap(_UNKNOWN.format, lockstep.failures.items())),
+        notes=[_UNKNOWN.format(op, why) for op, why in lockstep.failures.items()],
         **fields,
     )
+    faults, draws = list(recorder.faults), None
+    if error is None and not faults:
+        draws = recorder.drew or failures is not None
+    explained = msgspec.structs.replace(explained, is_explained=True, draws=draws, faults=faults)
     if error is not None:
         # An error that no op raised comes from above dispatch.
         above = error is not recorder.execution.raised and isinstance(error, Exception)
         if above and failures is not None and places.phase == "backward":
             failures.failed(error)
         exception = msgspec.structs.replace(describe_error(error, ready.model), phase=places.phase)
-        return msgspec.structs.replace(result, stopped_by=exception), above
-    comparable = plain_outputs if not (result.gaps or result.emulated or failures) else None
-    return _with_output(result, outputs, comparable, lockstep, options), False
+        return explained.with_fields(stopped_by=exception), above
+    comparable = None
+    if not (journal.gaps or explained.run.emulated or failures):
+        comparable = plain_outputs
+    return _with_output(explained, outputs, comparable, lockstep, options), False
 
 
 def _observers(observed: Pass, options: Options) -> list[OpObserver]:
@@ -217,14 +229,13 @@ def _observers(observed: Pass, options: Options) -> list[OpObserver]:
 
 @observing()
 def _with_output(
-    result: Instrumented,
+    explained: RunSoFar,
     outputs: list[Returned],
     plain_outputs: list[Tensor] | None,
     lockstep: Lockstep,
     options: Options,
-) -> Instrumented:
-    """``result`` with the output compared: with the lockstep reference, bit by bit with the plain
-    run.
+) -> RunSoFar:
+    """The run with its output compared: with the lockstep reference, bit by bit with the plain run.
 
     Numbers, arrays computed outside torch, and tensors that are converted for the comparison have
     no reference. Gradients and weights of a step of training have figures of their own.
@@ -239,7 +250,7 @@ def _with_output(
     perturbed = None
     if plain_outputs is not None:
         perturbed = not same_bits(tensors, plain_outputs)
-    return msgspec.structs.replace(result, perturbed=perturbed, lockstep_error=error)
+    return explained.with_fields(perturbed=perturbed, lockstep_error=error)
 
 
 def call_under(

@@ -8,51 +8,9 @@ import msgspec
 
 from lowprec_check.errors import first_line
 from lowprec_check.process import system
-from lowprec_check.schema.base import Struct
-from lowprec_check.schema.measures import ErrorBudget, ModuleMagnitudes, RangeTrial
 from lowprec_check.schema.op_calls import OpCall, OpCalls, to_columns
 from lowprec_check.schema.run_key import Phase
-from lowprec_check.schema.scan_result import Gap, GapKind, Run
-from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo
-
-
-class Instrumented(Struct, frozen=True, kw_only=True):
-    """The result of the instrumented part: fields of a run, and what becomes notes of it."""
-
-    gaps: list[Gap] = []
-    op_calls: OpCalls = msgspec.field(default_factory=lambda: to_columns([]))
-    magnitudes: list[ModuleMagnitudes] = []
-    uncalled_modules: list[str] = []
-    called_modules: list[str] = []
-    function_mode: bool = False
-    complete: bool = True
-    stopped_by: ExceptionInfo | None = None
-    """The exception that ended it early."""
-    perturbed: bool | None = None
-    budget: ErrorBudget | None = None
-    """Where the error of the output comes from, if requested."""
-    range_trials: list[RangeTrial] = []
-    """What single places with values out of range do to the output of fp32."""
-    lockstep_error: ErrorStats | None = None
-    """Error of the output against the reference, which has the run's draws and decisions."""
-    draws: bool = True
-    """Whether an op may have drawn random numbers, as far as the recorder looks."""
-    emulated: dict[str, str] = {}
-    faults: tuple[str, ...] = ()
-    """Failures of the instruments themselves."""
-    notes: tuple[str, ...] = ()
-    """What was left out, and why."""
-    incomplete_because: str | None = None
-    """Why it did not run, if it did not."""
-
-    @classmethod
-    def not_run(cls, why: str) -> Instrumented:
-        """The result where nothing could be run."""
-        return cls(complete=False, incomplete_because=why)
-
-
-EXPLAINED = tuple(name for name in Instrumented.__struct_fields__ if name in Run.__struct_fields__)
-"""The fields of a run that come from its instrumented part."""
+from lowprec_check.schema.scan_result import Gap, GapKind
 
 # Between two reports of op calls, in seconds.
 SECONDS = 1.0

@@ -134,8 +134,11 @@ class Streaming(Mode):
         with report.faults_of("instrumenting"):
             instrumented = instrument(task, target, report.send, emulation=Emulation(), keep=keep)
         # What changes or replaces calls may change the output.
-        changed = instrumented is None or instrumented.function_mode or instrumented.emulated
-        if instrumented is None or changed or instrumented.gaps or instrumented.faults or not outputs:
+        changed = True
+        if instrumented is not None:
+            run = instrumented.run
+            changed = bool(run.function_mode or run.emulated or run.gaps or instrumented.faults)
+        if changed or not outputs:
             self.plain(task, target, report)
         else:
             with prepared_for(task, target) as ready:

@@ -56,7 +56,7 @@ def model() -> nn.Module:
 
 def allocated_by(layers: nn.Module, precision: str, errors: Part, *, budget: bool = False) -> int:
     """Bytes that casting and running the model op by op allocates at its peak."""
-    from helpers import DEFAULT, budget_observer  # a process of a test imports this module alone
+    from helpers import DEFAULT, begun, budget_observer  # a process of a test imports this module alone
 
     inputs, fp32 = torch.randn(4, 2048), fp32_state(layers)
     options = DEFAULT._replace(errors=errors)
@@ -66,7 +66,7 @@ def allocated_by(layers: nn.Module, precision: str, errors: Part, *, budget: boo
 
     def work() -> None:
         with prepared(layers, PRECISIONS.get(precision), torch.device("cpu")) as ready:
-            found = run_instrumented(ready, (inputs,), {}, fp32, options)
+            found = run_instrumented(begun(precision), ready, (inputs,), {}, fp32, options).run
         assert found.complete
         assert found.budget is None or found.budget.known
 

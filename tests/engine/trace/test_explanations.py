@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from lowprec_check.engine.core.output_comparison import compare_outputs, same_bits
 from lowprec_check.engine.core.tensor_comparison import compare_tensor
 from lowprec_check.engine.trace.instrument import Options
-from lowprec_check.engine.trace.journal import Instrumented
 from lowprec_check.schema.op_calls import OpCall
+from lowprec_check.schema.scan_result import Run
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 
-def rows(found: Instrumented, op: str) -> list[OpCall]:
+def rows(found: Run, op: str) -> list[OpCall]:
     return [row for row in found.op_calls.rows() if row.op.startswith(f"aten.{op}")]
 
 

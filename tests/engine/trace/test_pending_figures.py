@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 from generated import Step, build, chains, inputs
-from helpers import CPU, DEFAULT, LOW, budget_observer, run
+from helpers import CPU, DEFAULT, LOW, begun, budget_observer, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.trace import pending_figures
 from lowprec_check.engine.trace.instrument import fp32_state, run_instrumented
-from lowprec_check.engine.trace.journal import Instrumented
 from lowprec_check.engine.trace.pending_figures import PendingFigures
 from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.schema.scan_result import Run
 
 many = settings(max_examples=25, deadline=None)
 
@@ -70,11 +70,11 @@ class Layers(nn.Module):
         return x
 
 
-def found_by(model: nn.Module, x: Tensor, precision: str, *, budget: bool, **options: Any) -> Instrumented:
+def found_by(model: nn.Module, x: Tensor, precision: str, *, budget: bool, **options: Any) -> Run:
     return run(model, (x,), precision, options=DEFAULT._replace(**options), budget=budget)[1]
 
 
-def same_figures(found: Instrumented, expected: Instrumented) -> Iterator[None]:
+def same_figures(found: Run, expected: Run) -> Iterator[None]:
     assert found.gaps == expected.gaps
     assert found.perturbed == expected.perturbed
     assert len(found.op_calls) == len(expected.op_calls)
@@ -124,9 +124,9 @@ def waits_of(depth: int, *, budget: bool, deferred: bool) -> int:
         options = options._replace(observers=(budget_observer(outputs), *options.observers))
     with prepared(model, PRECISIONS.get("bfloat16"), CPU) as ready, pytest.MonkeyPatch.context() as patch:
         counter = count_waits(patch)
-        found = run_instrumented(ready, args, {}, fp32, options)
+        found = run_instrumented(begun("bfloat16"), ready, args, {}, fp32, options)
         waits = next(counter)
-    assert found.complete
+    assert found.run.complete
     assert not found.faults
     return waits
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import CPU, DEFAULT, LOW, run
+from helpers import CPU, DEFAULT, LOW, begun, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -158,7 +158,8 @@ def test_beyond_the_most_modules_values_count_for_the_module_around(monkeypatch:
 
 def test_samples_do_not_keep_the_tensors_of_the_model() -> None:
     with prepared(Net().eval(), PRECISIONS.get("bfloat16"), CPU) as ready:
-        found = run_instrumented(ready, (torch.randn(8, *IMAGE[1:]),), {}, fp32_state(ready.model), DEFAULT)
+        x, fp32 = torch.randn(8, *IMAGE[1:]), fp32_state(ready.model)
+        found = run_instrumented(begun("bfloat16"), ready, (x,), {}, fp32, DEFAULT).run
     assert all(its.values <= its.ops * SAMPLE for its in found.magnitudes)
     big = torch.zeros(1 << 16)
     assert sample(big).untyped_storage().nbytes() <= SAMPLE * 4
