@@ -10,8 +10,9 @@ from lowprec_check.schema.registry import objects_of_features
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Statement
 
-Place = Literal["runs", "times", "causes", "advice"]
-"""The table of runs on a page, remarks on times, causes of errors, the advice before its code."""
+Place = Literal["runs", "times", "causes", "findings", "advice"]
+"""The table of runs on a page, remarks on times, causes of errors, findings, the advice before its
+code."""
 
 
 class Section(NamedTuple):

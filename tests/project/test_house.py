@@ -19,6 +19,8 @@ else:
 
 PACKAGE = ROOT / "lowprec_check"
 FILES = sorted(PACKAGE.rglob("*.py"))
+FEATURE_PARTS = {"run", "rules", "statements", "advice", "report", "diff"}
+"""The modules of a feature that are found by their names; all but ``run`` import no torch."""
 WITH_TORCH = ("engine/", "features/", "pytest_plugin/fixture/")
 
 
@@ -33,12 +35,14 @@ def module_of(path: Path) -> str:
 WITHOUT_TORCH = ("engine/backends/", "engine/sweep/kept_sweep.py")
 """In the engine, and still imported by the command line for ``--help`` and for what needs no model."""
 
-TORCH_FREE = [
-    module_of(path)
-    for path in FILES
-    if path.name != "__main__.py"
-    and (inside(path).startswith(WITHOUT_TORCH) or not inside(path).startswith(WITH_TORCH))
-]
+
+def is_without_torch(path: str) -> bool:
+    parts = path.removesuffix(".py").split("/")
+    is_part = parts[0] == "features" and not FEATURE_PARTS.isdisjoint(parts[2:3]) and parts[2] != "run"
+    return is_part or path.startswith(WITHOUT_TORCH) or not path.startswith(WITH_TORCH)
+
+
+TORCH_FREE = [module_of(path) for path in FILES if path.name != "__main__.py" and is_without_torch(inside(path))]
 
 IMPORT_EACH = """
 import importlib, sys
@@ -86,10 +90,6 @@ def test_a_public_class_has_a_name_of_its_own() -> None:
 
 VIEWS = ("cli", "report", "schema")
 """``cli/x`` is the command of x, ``report/x`` shows it, ``schema/x`` is what is saved of it: one thing, one name."""
-
-
-FEATURE_PARTS = {"run", "rules", "statements", "advice", "report", "diff"}
-"""The modules of a feature that are found by their names."""
 
 
 def modules_by_name() -> Iterator[tuple[str, str]]:
