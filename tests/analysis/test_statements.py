@@ -6,6 +6,9 @@ import json
 import math
 import re
 import string
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -223,7 +226,15 @@ def test_statements_of_an_older_version_are_read() -> None:
 def test_every_kind_says_what_it_is() -> None:
     assert kinds()
     for kind in kinds().values():
-        assert kind.summary.endswith("."), kind.name
+        assert (kind.make.__doc__ or "").partition("\n\n")[0].rstrip().endswith("."), kind.name
+
+
+def test_the_order_of_statements_depends_on_no_import() -> None:
+    code = "import lowprec_check.analysis.statements.evidence, lowprec_check.features.training.statements\n"
+    code += "from lowprec_check.analysis.statements.kinds import kinds\nprint(*kinds())"
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
+    assert done.stdout.split() == list(kinds())
 
 
 def _of(result: ScanResult, kind: str) -> list[Statement]:

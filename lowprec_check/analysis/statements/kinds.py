@@ -41,7 +41,6 @@ class Kind(NamedTuple):
 
     name: str
     about: About
-    summary: str  # the first line of its docstring
     evidence: Evidence
     is_per_run: bool
     after: str | None  # of a feature: the kind of the core that it follows
@@ -50,6 +49,8 @@ class Kind(NamedTuple):
 
 
 _KINDS: dict[str, Kind] = {}
+_MODULES = ("status", "advice", "evidence")
+"""Those of this package, in the order of their kinds, whichever was imported first."""
 
 
 def per_run(
@@ -72,9 +73,7 @@ def _registered(
     def register(make: Any) -> Any:
         if name in _KINDS:
             raise ValueError(f"the kind {name} is registered twice")
-        first_paragraph = (make.__doc__ or "").partition("\n\n")[0]
-        summary = " ".join(first_paragraph.split())
-        _KINDS[name] = Kind(name, about, summary, evidence, is_per_run, after, basis, make)
+        _KINDS[name] = Kind(name, about, evidence, is_per_run, after, basis, make)
         return make
 
     return register
@@ -85,15 +84,13 @@ def kinds() -> Mapping[str, Kind]:
     """Every kind by its name, in order; modules of this package are loaded first, and features'."""
     modules_in(__name__.rpartition(".")[0])
     modules_of_features("statements")
-    core = [name for name, kind in _KINDS.items() if kind.after is None]
-
-    def place(kind: Kind) -> tuple[int, str]:
-        """Kinds of several features after one of the core come in the order of their modules."""
-        if kind.after is None:
-            return core.index(kind.name), ""
-        return core.index(kind.after), kind.make.__module__
-
-    return {kind.name: kind for kind in sorted(_KINDS.values(), key=place)}
+    core = [kind for kind in _KINDS.values() if kind.after is None]
+    core.sort(key=lambda kind: _MODULES.index(kind.make.__module__.rpartition(".")[2]))
+    of_features = sorted((kind for kind in _KINDS.values() if kind.after), key=lambda kind: kind.make.__module__)
+    # those of features, by their modules, follow the one that they are after
+    names = [kind.name for kind in core]
+    in_order = sorted([*core, *of_features], key=lambda kind: names.index(kind.after or kind.name))
+    return {kind.name: kind for kind in in_order}
 
 
 def statements(result: ScanResult) -> list[Statement]:

@@ -134,7 +134,7 @@ def _nonfinite(run: Run) -> Sentence:
 
 def error_text(run: Run) -> str | None:
     """``1.3e-03``, ``2.3 % differ`` of integers, ``weights 1.3e-03 off`` of a training."""
-    if run.training is not None:
+    if not run.is_forward:
         way = first_way(run)
         if way is None or not way.distances:
             return None

@@ -43,7 +43,7 @@ class JUnitFormat(ReportFormat):
         suite = SubElement(root, "testsuite", name=visible(without_folders(result.target)))
         properties = {"verdict": texts["verdict"], "fail-on": why.fail_on, "model": title(result)}
         properties |= {"machine": machine(result), "tool": result.tool}
-        if result.training:
+        if not result.is_forward:
             properties["training"] = texts["scope"]
         if result.prediction:
             properties["prediction"] = texts["prediction"]
