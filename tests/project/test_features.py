@@ -9,6 +9,7 @@ import subprocess
 import sys
 import traceback
 from pathlib import Path
+from types import FrameType
 from typing import get_args
 
 import pytest
@@ -16,7 +17,11 @@ import torch
 from helpers import scan_here
 from torch import Tensor, nn
 
+from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run import messages
+from lowprec_check.engine.run.tasks import RunTask
+from lowprec_check.schema.run_key import RunKey
+from lowprec_check.schema.scan_result import ModelInfo, Run, ScanResult
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -190,7 +195,7 @@ def test_a_feature_is_one_folder_and_a_quantity_of_op_calls_one_more_line(tmp_pa
 # -- How far it is from a scan to the model, and how little is sent between
 
 
-MOST_FRAMES, MOST_MESSAGES = 16, 8
+MOST_FRAMES, MOST_MESSAGES, MOST_TYPES = 16, 8, 7
 
 
 def test_few_frames_lie_between_a_scan_and_the_forward_of_the_user(tmp_path: Path) -> None:
@@ -211,3 +216,30 @@ def test_few_frames_lie_between_a_scan_and_the_forward_of_the_user(tmp_path: Pat
 
 def test_few_kinds_of_messages_are_sent() -> None:
     assert len(get_args(messages.TaskMessage)) <= MOST_MESSAGES
+
+
+OF_A_RUN = {*Run.__struct_fields__, "run"}
+
+
+def repeats_a_run(kind: type) -> bool:
+    """Whether it is a type of values with at least two fields that a saved run has, too."""
+    fields = getattr(kind, "__struct_fields__", getattr(kind, "_fields", getattr(kind, "__dataclass_fields__", ())))
+    return kind.__module__.startswith("lowprec_check.") and len(OF_A_RUN.intersection(fields)) >= 2
+
+
+def test_few_types_lead_from_the_options_to_a_run() -> None:
+    seen: set[type] = set()
+
+    def note(frame: FrameType, event: str, returned: object) -> None:
+        if event in ("call", "return") and frame.f_globals.get("__name__", "").startswith("lowprec_check.engine."):
+            seen.update(map(type, (*frame.f_locals.values(), returned)))
+
+    sys.setprofile(note)
+    try:
+        scan_here(nn.Linear(4, 4).eval(), torch.ones(2, 4), precisions="half", plan=False)
+    finally:
+        sys.setprofile(None)
+    # What is scanned, and all runs together, are no types of a run.
+    types = {kind for kind in seen if repeats_a_run(kind)} - {Target, ModelInfo, ScanResult}
+    assert {Run, RunKey, RunTask} <= types
+    assert len(types) <= MOST_TYPES, sorted(kind.__name__ for kind in types)
