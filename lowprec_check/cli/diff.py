@@ -83,8 +83,8 @@ def diff(
     else:
         before, after = load_result(old, data[0]), load_result(new, data[1])
         # Their errors are about different things: of an output, and of weights after steps.
-        if (before.training is None) != (after.training is None):
-            about = ["inference" if result.training is None else "training" for result in (before, after)]
+        if before.is_forward != after.is_forward:
+            about = ["inference" if result.is_forward else "training" for result in (before, after)]
             raise UsageError(
                 f"{old} is a scan of {about[0]} and {new} one of {about[1]}, which cannot be compared.",
                 "Scan both with --train, or both without.",

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 from lowprec_check.schema.precisions import Kind, Precision
-from lowprec_check.schema.registry import Registry, modules_in
+from lowprec_check.schema.registry import Registry, modules_in, modules_of_features
 
 DEFAULT_SCALE = 2.0**16
 """The initial scale of ``torch.amp.GradScaler``."""
@@ -117,7 +117,7 @@ class WayToTrain:
 
 
 def _built_in() -> list[WayToTrain]:
-    modules = modules_in("lowprec_check.features.training.ways")
+    modules = [module for package in modules_of_features("ways") for module in modules_in(package.__name__)]
     ways: list[WayToTrain] = [way for module in modules for way in module.WAYS]
     return sorted(ways, key=lambda way: way.order)
 

@@ -45,7 +45,7 @@ class JUnitFormat(ReportFormat):
         properties |= {"machine": machine(result), "tool": result.tool}
         if not result.is_forward:
             properties["training"] = texts["scope"]
-        if result.prediction:
+        if "prediction" in texts:
             properties["prediction"] = texts["prediction"]
         element = SubElement(suite, "properties")
         for name, value in properties.items():

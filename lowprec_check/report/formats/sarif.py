@@ -87,7 +87,7 @@ class SarifFormat(ReportFormat):
             driver["rules"].append(entry)
         said_of = {"verdict": said["verdict"], "model": title(result), "machine": machine(result)}
         properties = {name: visible(text) for name, text in said_of.items()}
-        if result.prediction:
+        if "prediction" in said:
             properties["prediction"] = visible(said["prediction"], 1000)
         run: dict[str, Any] = {
             "tool": {"driver": driver},
