@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from lowprec_check.analysis.diff import diff_scans
     from lowprec_check.engine.model.prepared import Application
     from lowprec_check.engine.model.quantized_model import QuantizedModel, load_quantized, quantize
-    from lowprec_check.engine.plan.apply import apply
-    from lowprec_check.engine.plan.planner import find_plan
     from lowprec_check.engine.scan import scan
     from lowprec_check.errors import UsageError
+    from lowprec_check.features.plan.apply import apply
+    from lowprec_check.features.plan.planner import find_plan
     from lowprec_check.report.registry import ReportFormat, render
     from lowprec_check.schema.axes import Backend, Code, Device, Example, UnsupportedOpsError
     from lowprec_check.schema.findings import Recommendation
@@ -39,8 +39,8 @@ _MODULES = {
         "analysis.diff": ("diff_scans",),
         "engine.model.prepared": ("Application",),
         "engine.model.quantized_model": ("QuantizedModel", "load_quantized", "quantize"),
-        "engine.plan.apply": ("apply",),
-        "engine.plan.planner": ("find_plan",),
+        "features.plan.apply": ("apply",),
+        "features.plan.planner": ("find_plan",),
         "engine.scan": ("scan",),
         "errors": ("UsageError",),
         "report.registry": ("ReportFormat", "render"),

@@ -20,9 +20,7 @@ from lowprec_check.cli.app import (
     interrupts_ignored_after,
     last_before_end,
     load_result,
-    print_document,
     print_status,
-    print_text,
     stdout_kept,
 )
 from lowprec_check.cli.options import (
@@ -41,7 +39,7 @@ from lowprec_check.cli.progress import progress
 from lowprec_check.cli.report import Reports, Saves, Verbose, check_reports, print_report, prints_json, save_files
 from lowprec_check.errors import Terminated, UsageError
 from lowprec_check.report.registry import FORMATS
-from lowprec_check.schema.options import OUTPUT, PlanOptions, ScanOptions
+from lowprec_check.schema.options import OUTPUT, ScanOptions
 from lowprec_check.schema.registry import choices
 from lowprec_check.schema.statements import agree, counted
 
@@ -219,54 +217,3 @@ def _conclude(result: ScanResult, options: ScanOptions, ended_by: BaseException 
     if concluded is None:
         raise ended_by
     return concluded
-
-
-# -- The search for a plan alone
-
-
-@app.command(cls=WithScriptArguments)
-@takes_options
-def plan(
-    *,
-    context: typer.Context,
-    target: Target,
-    inputs: Inputs = None,
-    weights: Weights = None,
-    stream: Stream = False,
-    options: PlanOptions,
-    save: Annotated[
-        Path | None, grouped(OUTPUT, "--save", metavar="FILE", help="Save the plan, for lowprec_check.apply.")
-    ] = None,
-    json: Annotated[bool, grouped(OUTPUT, "--json", help="Print the plan and all attempts as JSON.")] = False,
-    isolation: Isolation = None,
-    quiet: Quiet = False,
-) -> None:
-    """Find the modules that must stay in fp32. Verifies that the model passes with all others in 16
-    bits.
-    """
-    check_writable(save, "--save")
-    with stdout_kept(), progress(quiet) as display:
-        from lowprec_check.engine.run.target_spec import TargetSpec
-        from lowprec_check.engine.session import plan_file
-
-        spec = TargetSpec(target, tuple(inputs or ()), weights, stream, arguments=script_arguments(context))
-        planning, ended_by = last_before_end(plan_file(spec, options, isolation, display.step))
-    try:
-        if json:
-            print_document(planning.to_json())
-        else:
-            from lowprec_check.features.plan.report import plan_document
-
-            print_text(plan_document(planning))
-        sys.stdout.flush()
-    finally:  # standard output may be full or closed, or Ctrl+C be pressed in a pager
-        if save is not None:
-            with interrupts_ignored_after(ended_by):
-                if planning.plan is None:
-                    print_status("no plan was found; nothing saved")
-                else:
-                    planning.plan.save(save)
-                    print_status(f"plan saved to {save}")
-    if ended_by is not None:
-        raise ended_by
-    raise typer.Exit(FINDINGS if planning.plan is None else 0)

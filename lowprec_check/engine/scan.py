@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_check.analysis.conclusion import as_wanted, conclude
-from lowprec_check.analysis.fixes.source_text import texts_of_lines
 from lowprec_check.analysis.rules.registry import check_codes
 from lowprec_check.analysis.run_summary import vanishes
+from lowprec_check.analysis.source_lines import texts_of_lines
 from lowprec_check.catalog.versions import release_of
 from lowprec_check.engine.machine import machine_for, prepared_runs, version
 from lowprec_check.engine.model.prepared import application_of

@@ -15,12 +15,11 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import msgspec
 
 from lowprec_check.analysis.conclusion import as_wanted
-from lowprec_check.analysis.fixes.seen_values import SourceTrial
 from lowprec_check.engine.run.isolation import best_isolation, check_isolation
 from lowprec_check.engine.run.target_spec import LOAD_SECONDS, NOTICE, OnProgress, TargetSpec
 from lowprec_check.errors import ProcessLostError, UsageError
@@ -31,8 +30,7 @@ from lowprec_check.process.process_group import GUARDIAN
 from lowprec_check.process.supervisor import StateEvent, Supervisor, describe_exit
 from lowprec_check.schema.base import Struct, encoded
 from lowprec_check.schema.op_calls import OpCalls
-from lowprec_check.schema.options import PlanOptions, ScanOptions
-from lowprec_check.schema.plan import Planning
+from lowprec_check.schema.options import DeclaredOptions, ScanOptions
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import Run, ScanResult
 
@@ -43,19 +41,10 @@ class _Progressed(Struct, frozen=True, tag="progress"):
 
 
 class _Grown(Struct, frozen=True, tag="grown"):
-    """The result so far; of a scan, ``runs`` has only those that are new or have changed."""
-
-    result: ScanResult | None = None
-    planning: Planning | None = None
-    trial: SourceTrial | None = None
-
-    @property
-    def item(self) -> Any:
-        """Whichever it is."""
-        return self.result or self.planning or self.trial
+    item: msgspec.Raw
+    """What was found so far; of a scan, ``runs`` has only those that are new or have changed."""
 
 
-_FIELD_OF: dict[Any, str] = {ScanResult: "result", Planning: "planning", SourceTrial: "trial"}
 _Message = Loaded | _Progressed | _Grown | Ended
 _DECODER: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(_Message)
 
@@ -67,7 +56,8 @@ _UNSENT = 74
 if TYPE_CHECKING:
     from lowprec_check.engine.run.target_source import TargetSource
 
-Item = TypeVar("Item", ScanResult, Planning, SourceTrial)
+Item = TypeVar("Item", bound=Struct)
+AnyOptions = TypeVar("AnyOptions", bound=DeclaredOptions)
 Grow = Callable[..., Iterator[Item]]
 """Yields what was found so far, like :func:`growing_scan`; picklable for a fresh interpreter."""
 
@@ -86,35 +76,14 @@ def scan_file(
     after it has loaded the target.
     """
     runs: dict[RunKey, Run] = {}
-    session = _Session(spec, options, isolation, options.budget or LOAD_SECONDS, on_progress)
-    for result in session.grow(functools.partial(_growing_changes, earlier=earlier)):
+    session = Session(spec, options, isolation, options.budget or LOAD_SECONDS, on_progress)
+    for result in session.grow(functools.partial(_growing_changes, earlier=earlier), ScanResult):
         # Op calls are sent once only.
         for run in result.runs:
             sent = runs.get(run.key)
             runs[run.key] = run if sent is None else msgspec.structs.replace(run, op_calls=sent.op_calls)
         whole = list(runs.values())
         yield msgspec.structs.replace(result, runs=as_wanted(whole, options.keys(whole[0].device)))
-
-
-def plan_file(
-    spec: TargetSpec, options: PlanOptions, isolation: Isolation | None = None, on_progress: OnProgress | None = None
-) -> Iterator[Planning]:
-    """Load ``spec`` and search for its plan; yield the result after each base."""
-    yield from _Session(spec, options, isolation, options.seconds, on_progress).grow(_growing_planning)
-
-
-def _growing_planning(source: TargetSource, isolation: Isolation | None, options: PlanOptions) -> Iterator[Planning]:
-    from lowprec_check.engine.plan.planner import growing_planning
-
-    yield from growing_planning(source, isolation, options)
-
-
-def try_source(
-    spec: TargetSpec, options: ScanOptions, isolation: Isolation | None, grow: Grow[SourceTrial], seconds: float
-) -> SourceTrial:
-    """Load ``spec`` with changed sources; what ``grow`` finds, within ``seconds`` each."""
-    *_, trial = _Session(spec, options, isolation, seconds, None, seconds).grow(grow)
-    return trial
 
 
 def _growing_changes(
@@ -132,18 +101,18 @@ def _growing_changes(
 
 
 @dataclass
-class _Session:
+class Session(Generic[AnyOptions]):
     """A target to load, with limits; :meth:`grow` starts the process."""
 
     spec: TargetSpec
-    options: ScanOptions | PlanOptions
+    options: AnyOptions
     isolation: Isolation | None
     load_seconds: float
     on_progress: OnProgress | None
     grow_seconds: float = math.inf
     """Limit of what follows, if its runs have no limits of their own."""
 
-    def grow(self, grow: Grow[Item]) -> Iterator[Item]:
+    def grow(self, grow: Grow[Item], kind: type[Item]) -> Iterator[Item]:
         """Load the target and yield what ``grow`` finds, in another process if there are any."""
         check_isolation(self.isolation)
         best = best_isolation(can_spawn=True)
@@ -162,11 +131,12 @@ class _Session:
                 log=log,
             )
             worker.set_timeout(LOAD_SECONDS)
-            yield from self._watch(worker, log)
+            for item in self._watch(worker, log):
+                yield msgspec.msgpack.decode(item, type=kind)
         finally:
             os.close(log)
 
-    def _watch(self, worker: FunctionWorker[_Message], log: int) -> Iterator[Any]:
+    def _watch(self, worker: FunctionWorker[_Message], log: int) -> Iterator[msgspec.Raw]:
         loaded, step = False, (self.spec.name, "importing torch")
         ended: Ended | None = None
         with Supervisor[FunctionWorker[_Message], _Message]([worker]) as supervisor:
@@ -219,7 +189,7 @@ class _Session:
 # -- inside the process
 
 
-def _work(session: _Session, log: int, grow: Grow[Any], send_bytes: SendBytes) -> None:
+def _work(session: Session[Any], log: int, grow: Grow[Any], send_bytes: SendBytes) -> None:
     def send(message: _Message) -> None:
         send_bytes(encoded(message, msgspec.msgpack.encode))
 
@@ -234,7 +204,7 @@ def _work(session: _Session, log: int, grow: Grow[Any], send_bytes: SendBytes) -
         send(Loaded())
         source.on_progress = lambda run, doing: send(_Progressed(run, doing))
         for item in grow(source, session.isolation, session.options):
-            send(_Grown(**{_FIELD_OF[type(item)]: item}))
+            send(_Grown(msgspec.Raw(encoded(item, msgspec.msgpack.encode))))
 
     atexit._clear()  # those of the command
     atexit.register(GUARDIAN.close)
@@ -246,7 +216,7 @@ def _work(session: _Session, log: int, grow: Grow[Any], send_bytes: SendBytes) -
     atexit._run_exitfuncs()
 
 
-def _load(spec: TargetSpec, options: ScanOptions | PlanOptions) -> TargetSource:
+def _load(spec: TargetSpec, options: Any) -> TargetSource:
     """The source of the target; raises :class:`UsageError` for what the user can fix."""
     from lowprec_check.engine.run.target_source import load_here
     from lowprec_check.engine.scan import check_options

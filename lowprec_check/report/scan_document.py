@@ -27,7 +27,6 @@ from lowprec_check.report.blocks import (
     cell_text,
 )
 from lowprec_check.report.feature_parts import sections
-from lowprec_check.report.fix_blocks import fix_blocks
 from lowprec_check.report.foreign_text import visible
 from lowprec_check.report.layout.html import fragment
 from lowprec_check.report.runs_table import runs_table
@@ -67,8 +66,6 @@ def scan_document(result: ScanResult) -> Document:
         order = {label(run): index for index, run in enumerate(result.runs)}
         causes.sort(key=lambda cause: min(order[name] for name in cause.runs))
         blocks += [Say(cause.text, cause.tone, "item", ", ".join(cause.runs)) for cause in causes]
-    if result.fixing is not None:
-        blocks += fix_blocks(result.fixing, heading=True)
     blocks += [*sections("causes", result, said), *_findings(result), *sections("findings", result, said)]
     blocks += [Heading("About this scan", anchor=CONDITIONS, detail="all"), *_about(result, said)]
     return Document(result.target, blocks, result.tool, tuple(_advice(result, said)))
@@ -218,11 +215,10 @@ def _advice(result: ScanResult, said: Sequence[Statement]) -> Iterator[Block]:
     yield Say(f"{verdict.text}.", verdict.tone, "verdict")
     if rests_on := basis(said):
         yield Say(rests_on)
-    for each in said:
-        if kinds()[each.kind].after == verdict.kind:  # what features say of it
-            yield Say(each.text, each.tone, "text", ", ".join(each.runs))
-    for patch in of_kind.get("patch", ()):
-        yield Say(f"{patch.text[:1].upper()}{patch.text[1:]}.", patch.tone)
+    # what features say of it: of runs, then of all
+    of_features = [each for each in said if kinds()[each.kind].after == verdict.kind]
+    yield from (Say(each.text, each.tone, "text", ", ".join(each.runs)) for each in of_features if each.runs)
+    yield from (Say(f"{each.text[:1].upper()}{each.text[1:]}.", each.tone) for each in of_features if not each.runs)
     # why others were not chosen: the first few reasons
     for reason in against[:_SHOWN_OTHERS]:
         yield Say(reason.text, role="item", lead=f"{'Not ' if best else ''}{', '.join(reason.runs)}")

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from lowprec_check import scan
 from lowprec_check.analysis.conclusion import conclude
-from lowprec_check.analysis.fixes.fix_sites import culprits
 from lowprec_check.analysis.recommend import recommend
 from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.analysis.run_summary import blames_backend
 from lowprec_check.analysis.statements.advice import in_fp32, verdict
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.analysis.statements.status import why
-from lowprec_check.engine.plan.trials import Limits, Objective, Proposal, Proposer, best
+from lowprec_check.features.fix.fix_sites import culprits
+from lowprec_check.features.plan.trials import Limits, Objective, Proposal, Proposer, best
 from lowprec_check.report.registry import render
 from lowprec_check.schema.backend_checks import CompilerCheck
 from lowprec_check.schema.findings import Recommendation

@@ -23,8 +23,8 @@ from torch.nn import functional as F
 from lowprec_check import render, scan
 from lowprec_check.analysis.statements.advice import verdict
 from lowprec_check.analysis.statements.status import why
-from lowprec_check.engine.plan.apply import apply
-from lowprec_check.engine.plan.planner import find_plan
+from lowprec_check.features.plan.apply import apply
+from lowprec_check.features.plan.planner import find_plan
 from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))

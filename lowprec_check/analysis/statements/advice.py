@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from lowprec_check.analysis.fixes.fix_sites import culprits, fails
 from lowprec_check.analysis.recommend import SAME_MEMORY, SMALLER, changes_nothing, is_gain, passes, recommended_run
 from lowprec_check.analysis.run_summary import (
     CLOSE,
@@ -21,7 +20,6 @@ from lowprec_check.analysis.run_summary import (
     part_of_tolerance,
     passes_all,
     reference_of,
-    searched_plan,
 )
 from lowprec_check.analysis.speed import Speed, in_turns, is_faster, speed
 from lowprec_check.analysis.statements.kinds import Made, Said, kinds, per_run, per_scan, said, warn_if
@@ -116,29 +114,6 @@ def _no_pass(result: ScanResult) -> Sentence:
     if len(tried) == 2:
         none = f"neither {choices(names, 'nor')}"
     return say("Stay in fp32: {none:text} {here:text}", none=none, here=here)
-
-
-@per_scan("patch", "advice", evidence="derived")
-def _patch(result: ScanResult) -> Iterator[Made]:
-    """Lines of the user's code to patch, which may be less than a plan; none was tried."""
-    if result.fixing or not result.is_forward or result.evidence == "predicted":
-        return
-    if ".py" not in result.target or not searched_plan(result):
-        return
-    # Lines of installed packages are not the user's to patch.
-    rows = [culprit.row for run in result.runs if fails(run) for culprit in culprits(run)]
-    lines = list(dict.fromkeys(row.source for row in rows if row.source and row.caller is None))
-    if not lines:
-        return
-    figures: dict[str, Figure] = {"line": lines[0]}
-    where, outcome, more, shows = "{line:text}", "no plan was found", "", ""
-    if len(lines) > 1:
-        where, figures["lines"] = "{lines:count place}, first {line:text},", len(lines)
-    if result.plan is not None:
-        outcome, figures["kept"] = "the plan keeps {kept:count module} in fp32", len(result.plan.keep_fp32)
-        more, shows = " --plan", ", and shows the size of both"
-    search = f"lowprec-check fix TARGET{more} searches for one{shows}"
-    yield say(f"{outcome}; a patch of your code at {where} was not tried: {search}", **figures)
 
 
 def in_fp32(kept: list[str], modules: int, plan: Plan | None) -> str:

@@ -25,7 +25,6 @@ from lowprec_check.engine.model.patched_source import use_sources
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_module import UserImports, separate_imports
 from lowprec_check.engine.model.user_script import parked_threads
-from lowprec_check.engine.model.value_probe import start_probing, with_probes
 from lowprec_check.engine.model.weights import scale_weights
 from lowprec_check.engine.run.isolation import accelerator_in_use, best_isolation, isolated, threads_end
 from lowprec_check.engine.run.target_spec import OnProgress, TargetSpec
@@ -210,9 +209,7 @@ def load_spec(spec: TargetSpec, seed: int) -> Target:
     """Load the target after seeding: random weights are the same in every worker and scan."""
     started = system.monotonic()
     seed_everything(seed)
-    use_sources(dict(spec.sources), with_probes if spec.probed else None)
-    if spec.probed:
-        start_probing()
+    use_sources(dict(spec.sources), spec.rewrites() if spec.rewrites is not None else None)
     weights = str(spec.weights) if spec.weights is not None else None
     target = load_target(spec.name, spec.inputs, weights, spec.arguments, spec.steps, stream=spec.stream)
     if system.monotonic() - started > QUICK_SECONDS:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from lowprec_check.engine.model.patched_source import Rewrite
+
 LOAD_SECONDS = 600.0
 """A process must have loaded the target by then."""
 OnProgress = Callable[[str, str], None]
@@ -31,5 +33,5 @@ class TargetSpec(NamedTuple):
     """Steps of a script's training to observe."""
     sources: tuple[tuple[str, str], ...] = ()
     """Files of the user's that are loaded with another text, by their resolved paths."""
-    probed: bool = False
-    """Whether the expressions in them note what they give."""
+    rewrites: Callable[[], Rewrite] | None = None
+    """Gives what changes their syntax trees when they are loaded."""

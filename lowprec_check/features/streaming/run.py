@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from lowprec_check.analysis.fixes.source_text import texts_of_lines
+from lowprec_check.analysis.source_lines import texts_of_lines
 from lowprec_check.engine.core.devices import generator_states, seed_everything
 from lowprec_check.engine.core.output_comparison import digest_of
 from lowprec_check.engine.machine import Machine

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from lowprec_check.report.blocks import Block, CodeBlock, Column, Document, Heading, Row, Say, Table
+from lowprec_check.report.feature_parts import Section
 from lowprec_check.report.foreign_text import visible_text
 from lowprec_check.schema.fixing import Fixing
-from lowprec_check.schema.statements import Tone, agree, counted, fill, say
+from lowprec_check.schema.scan_result import ScanResult
+from lowprec_check.schema.statements import Statement, Tone, agree, counted, fill, say
 
 _PROVEN = [
     Column("precision", "run"),
@@ -30,10 +32,17 @@ def fix_document(fixing: Fixing, name: str) -> Document:
     return Document(title, [Say(title, role="title"), *fix_blocks(fixing)], fixing.tool)
 
 
-def fix_blocks(fixing: Fixing, *, heading: bool = False) -> Iterator[Block]:
-    """The patch with its proof."""
-    if heading:
+def _section(result: ScanResult, said: Sequence[Statement]) -> Iterator[Block]:
+    if result.fixing is not None:
         yield Heading("Patch", anchor="patch")
+        yield from fix_blocks(result.fixing)
+
+
+PATCH = Section("causes", _section)
+
+
+def fix_blocks(fixing: Fixing) -> Iterator[Block]:
+    """The patch with its proof."""
     if fixing.diff:
         yield CodeBlock(visible_text(fixing.diff.rstrip("\n")), "diff")
     if fixing.proven:

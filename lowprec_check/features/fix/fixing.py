@@ -18,7 +18,12 @@ from typing import Any
 import msgspec
 
 from lowprec_check.analysis.conclusion import conclude
-from lowprec_check.analysis.fixes.chosen import (
+from lowprec_check.analysis.statements.kinds import statements
+from lowprec_check.engine.machine import version
+from lowprec_check.engine.run.target_spec import OnProgress, TargetSpec
+from lowprec_check.engine.session import scan_file
+from lowprec_check.errors import ProcessLostError, UsageError
+from lowprec_check.features.fix.chosen import (
     Chosen,
     State,
     change_of,
@@ -28,18 +33,14 @@ from lowprec_check.analysis.fixes.chosen import (
     proven_by,
     shown_path,
 )
-from lowprec_check.analysis.fixes.fix_kinds import proposals
-from lowprec_check.analysis.fixes.fix_sites import OwnFiles, PatchedFile, Sites, distance_of, fails, passing
-from lowprec_check.analysis.fixes.fp32_fixes import kept_buffers
-from lowprec_check.analysis.fixes.scene import Scene, Site, SourceFix, compose
-from lowprec_check.analysis.fixes.seen_values import SourceTrial
-from lowprec_check.analysis.fixes.source_text import SourceText, unified_diff
-from lowprec_check.analysis.statements.kinds import statements
-from lowprec_check.engine.machine import version
-from lowprec_check.engine.run.target_spec import OnProgress, TargetSpec
-from lowprec_check.engine.session import scan_file, try_source
-from lowprec_check.engine.source_trial import Goal, Look, PlainTrial
-from lowprec_check.errors import ProcessLostError, UsageError
+from lowprec_check.features.fix.fix_kinds import proposals
+from lowprec_check.features.fix.fix_sites import OwnFiles, PatchedFile, Sites, distance_of, fails, passing
+from lowprec_check.features.fix.fp32_fixes import kept_buffers
+from lowprec_check.features.fix.scene import Scene, Site, SourceFix, compose
+from lowprec_check.features.fix.seen_values import SourceTrial
+from lowprec_check.features.fix.source_text import SourceText, unified_diff
+from lowprec_check.features.fix.source_trial import Goal, Look, PlainTrial, try_source
+from lowprec_check.features.fix.value_probe import start_probing
 from lowprec_check.process import Isolation, system
 from lowprec_check.schema.fixing import Fixing, LeftAlone
 from lowprec_check.schema.op_calls import OpCalls
@@ -289,7 +290,7 @@ class _Search:
         first = not self.bits.seen
         if not state and not first:
             return self.bits
-        spec = self.spec._replace(sources=tuple(self._texts(self.patched(state)).items()), probed=True)
+        spec = self.spec._replace(sources=tuple(self._texts(self.patched(state)).items()), rewrites=start_probing)
         look = self._session(spec, Look(device=self.device, first=first), "looking at the source")
         if first and look is not None:
             self.bits = look

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
-from lowprec_check.analysis.fixes.scene import ATOMS, Scene, Site, SourceFix, is_plain, torch_in, unused_name
-from lowprec_check.analysis.fixes.source_text import Edit, SourceText
+from lowprec_check.features.fix.scene import ATOMS, Scene, Site, SourceFix, is_plain, torch_in, unused_name
+from lowprec_check.features.fix.source_text import Edit, SourceText
 from lowprec_check.schema.op_calls import PRODUCTS
 
 

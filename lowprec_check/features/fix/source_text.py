@@ -12,14 +12,11 @@ import ast
 import difflib
 import io
 import itertools
-import linecache
 import re
 import tokenize
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
-
-from lowprec_check.errors import encodable
 
 Span = tuple[int, int]
 """Start and end, in characters from the start of the text."""
@@ -204,26 +201,3 @@ def unified_diff(old: str, new: str, name: str) -> str:
     lines = difflib.unified_diff(lines_of(old).texts, lines_of(new).texts, f"a/{name}", f"b/{name}")
     no_newline = "\n\\ No newline at end of file\n"
     return "".join(line if line.endswith("\n") else f"{line}{no_newline}" for line in lines)
-
-
-# -- Lines by their names
-
-
-def texts_of_lines(sources: Iterable[str | None], target: str) -> dict[str, str]:
-    """The text of each line ``model.py:41``, without its indentation; those of files that are not
-    found are left out.
-
-    A file outside the current folder is shown by its name alone: it is looked for beside
-    ``target``, the user's name for it. At most 2,000 lines, of 200 characters each.
-    """
-    texts: dict[str, str] = {}
-    folder = Path(target.partition(":")[0]).parent
-    for source in dict.fromkeys(sources):
-        file, _, line = (source or "").rpartition(":")
-        if not file or not line.isdecimal() or len(texts) == 2000:
-            continue
-        # linecache also finds `package/file.py` on the import path.
-        text = linecache.getline(file, int(line)) or linecache.getline(str(folder / file), int(line))
-        if source and text.strip():
-            texts[source] = encodable(text.strip()[:200])
-    return texts

@@ -29,13 +29,13 @@ from lowprec_check.analysis.snippet import snippet
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.model.zoo import import_torchvision
-from lowprec_check.engine.plan.apply import describe_modules
-from lowprec_check.engine.plan.planner import plan_target
-from lowprec_check.engine.plan.trials import Limits
 from lowprec_check.engine.run.target_source import TargetSource, load_spec
 from lowprec_check.engine.run.target_spec import TargetSpec
 from lowprec_check.engine.session import plan_file
+from lowprec_check.features.plan.apply import describe_modules
+from lowprec_check.features.plan.planner import plan_target
 from lowprec_check.features.plan.report import plan_document
+from lowprec_check.features.plan.trials import Limits
 from lowprec_check.report.layout.text import text
 from lowprec_check.schema.options import PlanOptions
 from lowprec_check.schema.plan import Planning
@@ -422,7 +422,7 @@ def test_equal_batches_are_rejected() -> None:
 
 def end_after(trials: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """End searches after so many trials per base."""
-    monkeypatch.setattr("lowprec_check.engine.plan.planner.Limits", functools.partial(Limits, max_trials=trials))
+    monkeypatch.setattr("lowprec_check.features.plan.planner.Limits", functools.partial(Limits, max_trials=trials))
 
 
 def test_a_stopped_search_returns_the_best_plan_so_far(monkeypatch: pytest.MonkeyPatch) -> None:

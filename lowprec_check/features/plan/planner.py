@@ -16,8 +16,6 @@ from lowprec_check.analysis.suspects import blame
 from lowprec_check.engine.core.devices import kept_generators
 from lowprec_check.engine.machine import Machine, environment, prepared_runs, version
 from lowprec_check.engine.model.target import make_target
-from lowprec_check.engine.plan.apply import describe_modules
-from lowprec_check.engine.plan.trials import Limits, Objective, Proposal, Proposer, best
 from lowprec_check.engine.run.isolation import check_isolation
 from lowprec_check.engine.run.model_info import describe_target
 from lowprec_check.engine.run.target_runs import TargetRuns, open_runs
@@ -25,6 +23,8 @@ from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.target_spec import OnProgress
 from lowprec_check.engine.trace.plain_modes import parse_withheld
 from lowprec_check.errors import UsageError
+from lowprec_check.features.plan.apply import describe_modules
+from lowprec_check.features.plan.trials import Limits, Objective, Proposal, Proposer, best
 from lowprec_check.process import Isolation
 from lowprec_check.schema.axes import replaced
 from lowprec_check.schema.called_with import called_with

@@ -7,17 +7,16 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lowprec_check.analysis.fixes.chosen import change_of, shown_path
-from lowprec_check.analysis.fixes.fix_sites import OwnFiles, Sites
-from lowprec_check.analysis.fixes.scene import Site, SourceFix, compose
-from lowprec_check.analysis.fixes.script_fixes import Fault, faults
-from lowprec_check.analysis.fixes.seen_values import ScriptFacts, ScriptPlace
-from lowprec_check.analysis.fixes.source_text import SourceText, edited, unified_diff
 from lowprec_check.engine.machine import version
 from lowprec_check.engine.run.target_spec import OnProgress, TargetSpec
-from lowprec_check.engine.session import try_source
-from lowprec_check.engine.source_trial import ScriptTrial
 from lowprec_check.errors import ProcessLostError, UsageError
+from lowprec_check.features.fix.chosen import change_of, shown_path
+from lowprec_check.features.fix.fix_sites import OwnFiles, Sites
+from lowprec_check.features.fix.scene import Site, SourceFix, compose
+from lowprec_check.features.fix.script_fixes import Fault, faults
+from lowprec_check.features.fix.seen_values import ScriptFacts, ScriptPlace
+from lowprec_check.features.fix.source_text import SourceText, edited, unified_diff
+from lowprec_check.features.fix.source_trial import ScriptTrial, try_source
 from lowprec_check.process import Isolation, system
 from lowprec_check.schema.fixing import Fixing, LeftAlone, ScriptProof
 from lowprec_check.schema.op_calls import OpCall

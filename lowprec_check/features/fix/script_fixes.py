@@ -6,10 +6,10 @@ import ast
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from lowprec_check.analysis.fixes.fix_kinds import keyword
-from lowprec_check.analysis.fixes.scene import SourceFix, torch_in, unused_name
-from lowprec_check.analysis.fixes.seen_values import ScriptFacts, ScriptPlace
-from lowprec_check.analysis.fixes.source_text import Edit, SourceText
+from lowprec_check.features.fix.fix_kinds import keyword
+from lowprec_check.features.fix.scene import SourceFix, torch_in, unused_name
+from lowprec_check.features.fix.seen_values import ScriptFacts, ScriptPlace
+from lowprec_check.features.fix.source_text import Edit, SourceText
 
 Locate = Callable[[ScriptPlace, str], tuple[SourceText, ast.AST] | str]
 """The expression at a place that calls a function of this name, or why it is left alone."""

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 from torch import nn
 
-from lowprec_check.analysis.minimize import SearchResult, Trials, Verdict, search
 from lowprec_check.analysis.predicted_error import Keep, ModuleTree
 from lowprec_check.analysis.run_summary import error_of, ranges_of
 from lowprec_check.analysis.speed import CLEAR, SHORT_MS, speed
@@ -19,6 +18,7 @@ from lowprec_check.analysis.statements.status import why
 from lowprec_check.analysis.suspects import Suspects, at_fault, constants, suspects
 from lowprec_check.engine.model.prepared import shared_weights
 from lowprec_check.engine.run.target_runs import TargetRuns
+from lowprec_check.features.plan.minimize import SearchResult, Trials, Verdict, search
 from lowprec_check.process import system
 from lowprec_check.schema.axes import lowers_precision
 from lowprec_check.schema.module_paths import module_around, number_of

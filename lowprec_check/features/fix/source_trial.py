@@ -16,8 +16,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lowprec_check.analysis.fixes.fix_sites import fails
-from lowprec_check.analysis.fixes.seen_values import Places, ScriptFacts, SourceTrial
 from lowprec_check.engine.core.floating_dtypes import torch_dtype
 from lowprec_check.engine.core.output_comparison import digest_of
 from lowprec_check.engine.core.pytree import leaves
@@ -26,15 +24,19 @@ from lowprec_check.engine.core.tensor_comparison import ratio
 from lowprec_check.engine.machine import Machine
 from lowprec_check.engine.model.plain_run import judge, output_tensors, run_once
 from lowprec_check.engine.model.prepared import prepared
-from lowprec_check.engine.model.script_steps import made_steps
 from lowprec_check.engine.model.streamed_weights import is_in_memory
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_code import reraise_interrupt
-from lowprec_check.engine.model.value_probe import probed, start_probing
 from lowprec_check.engine.run.isolation import isolated, isolation_on
 from lowprec_check.engine.run.preparation import on_device
 from lowprec_check.engine.run.target_runs import open_runs
 from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.engine.run.target_spec import TargetSpec
+from lowprec_check.engine.session import Grow, Session
+from lowprec_check.features.fix.fix_sites import fails
+from lowprec_check.features.fix.script_steps import made_steps
+from lowprec_check.features.fix.seen_values import Places, ScriptFacts, SourceTrial
+from lowprec_check.features.fix.value_probe import probed, start_probing
 from lowprec_check.process import Isolation
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.precisions import PRECISIONS
@@ -157,6 +159,14 @@ def _isolated(
     source: TargetSource, isolation: Isolation, device: str, function: Callable[[], SourceTrial]
 ) -> SourceTrial:
     return isolated(function, source.isolation_of_functions(isolation, device), SourceTrial)
+
+
+def try_source(
+    spec: TargetSpec, options: ScanOptions, isolation: Isolation | None, grow: Grow[SourceTrial], seconds: float
+) -> SourceTrial:
+    """Load ``spec`` with changed sources; what ``grow`` finds, within ``seconds`` each."""
+    *_, trial = Session(spec, options, isolation, seconds, None, seconds).grow(grow, SourceTrial)
+    return trial
 
 
 # -- What runs in a fork, or in the session

@@ -18,13 +18,13 @@ from conftest import ROOT, Call
 from shared_result import run as a_run
 from shared_result import shared_result
 
-from lowprec_check.analysis.fixes.fix_sites import culprits, fails
-from lowprec_check.analysis.fixes.source_text import Edit, SourceText, edited, moved
 from lowprec_check.analysis.statements.kinds import said
 from lowprec_check.errors import UsageError
+from lowprec_check.features.fix.fix_sites import culprits, fails
+from lowprec_check.features.fix.report import fix_document
+from lowprec_check.features.fix.source_text import Edit, SourceText, edited, moved
 from lowprec_check.process import process_group
 from lowprec_check.report.blocks import CodeBlock, Document
-from lowprec_check.report.fix_blocks import fix_document
 from lowprec_check.report.layout.text import text
 from lowprec_check.schema.fixing import Fixing, Proven, SourceChange
 from lowprec_check.schema.scan_result import ScanResult

@@ -42,8 +42,8 @@ from lowprec_check.schema.base import check_file, encode, write_file
 from lowprec_check.schema.options import OUTPUT, RUN, FixOptions, declared_in
 
 if TYPE_CHECKING:
-    from lowprec_check.analysis.fixes.source_text import SourceText
     from lowprec_check.engine.run.target_spec import OnProgress, TargetSpec
+    from lowprec_check.features.fix.source_text import SourceText
     from lowprec_check.process import Isolation as ProcessIsolation
     from lowprec_check.schema.fixing import Fixing
     from lowprec_check.schema.scan_result import ScanResult
@@ -156,7 +156,7 @@ def _as_scanned(options: FixOptions, target: str, scanned: ScanResult) -> FixOpt
         as_saved = device_type(asked or "") if name == "device" else asked
         if asked != default and as_saved != saved:
             raise UsageError(f"The saved scan used a different --{name.replace('_', '-')}.", without)
-    from lowprec_check.analysis.fixes.source_text import texts_of_lines
+    from lowprec_check.analysis.source_lines import texts_of_lines
 
     # The findings name lines of the files as they were.
     now = texts_of_lines(scanned.source_lines, target)
@@ -176,10 +176,10 @@ def _searched(
 ) -> tuple[ScanResult | None, Fixing, Mapping[SourceText, str]]:
     """The scan, unless it is a script's, the patch, and the texts of the files with it."""
     if options.train:
-        from lowprec_check.engine.script_fixing import fix_script
+        from lowprec_check.features.fix.script_fixing import fix_script
 
         return None, *fix_script(spec, options, isolation, on_progress)
-    from lowprec_check.engine.fixing import fix_file
+    from lowprec_check.features.fix.fixing import fix_file
 
     (result, texts), ended_by = last_before_end(fix_file(spec, options, isolation, on_progress, scanned))
     if ended_by is not None or result.fixing is None or texts is None:
@@ -191,7 +191,7 @@ def _searched(
 
 
 def _print(result: ScanResult | None, fixing: Fixing, format: str | None) -> None:
-    from lowprec_check.report.fix_blocks import fix_document, suggestions
+    from lowprec_check.features.fix.report import fix_document, suggestions
 
     if format == "scan" and result is not None:
         print_document(result.to_json())

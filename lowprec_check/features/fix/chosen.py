@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowprec_check.analysis.fixes.scene import Site, SourceFix, compose
-from lowprec_check.analysis.fixes.source_text import edited, lines_of
+from lowprec_check.features.fix.scene import Site, SourceFix, compose
+from lowprec_check.features.fix.source_text import edited, lines_of
 from lowprec_check.schema.fixing import Proven, SourceChange
 from lowprec_check.schema.module_paths import number_of
 from lowprec_check.schema.plan import Plan

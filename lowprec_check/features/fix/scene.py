@@ -6,8 +6,8 @@ import ast
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from lowprec_check.analysis.fixes.seen_values import SeenValue
-from lowprec_check.analysis.fixes.source_text import Edit, SourceText
+from lowprec_check.features.fix.seen_values import SeenValue
+from lowprec_check.features.fix.source_text import Edit, SourceText
 from lowprec_check.schema.op_calls import PRODUCTS
 from lowprec_check.schema.precisions import PRECISIONS
 

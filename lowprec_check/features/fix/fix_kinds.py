@@ -7,9 +7,9 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 
-from lowprec_check.analysis.fixes.fp32_fixes import custom_functions, in_fp32, scaled
-from lowprec_check.analysis.fixes.scene import Scene, Site, SourceFix, is_plain, torch_in, wrapped
-from lowprec_check.analysis.fixes.source_text import Edit, SourceText
+from lowprec_check.features.fix.fp32_fixes import custom_functions, in_fp32, scaled
+from lowprec_check.features.fix.scene import Scene, Site, SourceFix, is_plain, torch_in, wrapped
+from lowprec_check.features.fix.source_text import Edit, SourceText
 from lowprec_check.schema.precisions import FP32
 
 _FACTORIES = (

@@ -11,8 +11,8 @@ import pytest
 import torch
 from conftest import ROOT, Call
 
-from lowprec_check.analysis.fixes.script_fixes import faults
-from lowprec_check.analysis.fixes.seen_values import ScriptFacts, ScriptPlace
+from lowprec_check.features.fix.script_fixes import faults
+from lowprec_check.features.fix.seen_values import ScriptFacts, ScriptPlace
 from lowprec_check.schema.fixing import Fixing
 
 HEAD = """\

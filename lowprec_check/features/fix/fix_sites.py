@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lowprec_check.analysis.error_shares import CAST_INPUT
-from lowprec_check.analysis.fixes.scene import Site
-from lowprec_check.analysis.fixes.seen_values import SeenValue
-from lowprec_check.analysis.fixes.source_text import Edit, SourceText, Span, edited, lines_of, moved
 from lowprec_check.analysis.run_summary import failing_gaps
+from lowprec_check.errors import message_of
+from lowprec_check.features.fix.scene import Site
+from lowprec_check.features.fix.seen_values import SeenValue
+from lowprec_check.features.fix.source_text import Edit, SourceText, Span, edited, lines_of, moved
 from lowprec_check.schema.axes import device_type
 from lowprec_check.schema.fixing import LeftAlone
 from lowprec_check.schema.op_calls import OpCall
@@ -131,7 +132,7 @@ class OwnFiles:
             try:
                 self._known[path] = SourceText(path)
             except (OSError, SyntaxError, ValueError) as error:
-                self._known[path] = f"its file cannot be parsed: {error}"
+                self._known[path] = f"its file cannot be parsed: {message_of(error)}"
         return self._known[path]
 
 

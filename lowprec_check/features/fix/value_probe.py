@@ -13,8 +13,9 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from lowprec_check.analysis.fixes.seen_values import SeenValue
+from lowprec_check.engine.model.patched_source import Rewrite
 from lowprec_check.errors import encodable
+from lowprec_check.features.fix.seen_values import SeenValue
 
 _NAME = "__lowprec_check_saw__"
 
@@ -25,11 +26,12 @@ _seen: dict[str, dict[str, SeenValue]] = {}
 _looks: dict[tuple[str, str], int] = {}
 
 
-def start_probing() -> None:
-    """Forget what was noted, and make the function available that notes it."""
+def start_probing() -> Rewrite:
+    """Forget what was noted; returns what makes the code of files note it."""
     _seen.clear()
     _looks.clear()
     setattr(builtins, _NAME, _saw)
+    return with_probes
 
 
 def probed() -> dict[str, dict[str, SeenValue]]:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lowprec_check.analysis.fixes.seen_values import ScriptFacts, ScriptPlace
 from lowprec_check.engine.core.devices import seed_everything
 from lowprec_check.engine.core.floating_dtypes import NARROW
 from lowprec_check.engine.core.source_location import is_own_file, source_lines
@@ -22,6 +21,7 @@ from lowprec_check.engine.model.kept_files import replaced
 from lowprec_check.engine.model.observed_step import SECONDS, ThreadObserver, framework_of
 from lowprec_check.engine.model.user_module import run_script
 from lowprec_check.engine.model.without_extension import without_extension
+from lowprec_check.features.fix.seen_values import ScriptFacts, ScriptPlace
 from lowprec_check.process import system
 
 Weights = list[tuple[Tensor, Tensor]]

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowprec_check.analysis.minimize import SearchResult, Trials, Verdict, search
 from lowprec_check.analysis.predicted_error import Causes, Keep, ModuleTree, PredictedError
 from lowprec_check.analysis.suspects import Suspects, blame, causes_of
+from lowprec_check.features.plan.minimize import SearchResult, Trials, Verdict, search
 from lowprec_check.schema.measures import ErrorBudget, Share
 from lowprec_check.schema.module_paths import module_around
 from lowprec_check.schema.scan_result import Gap, Run

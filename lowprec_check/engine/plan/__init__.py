@@ -1,1 +1,0 @@
-"""The search for a mixed-precision plan, and applying one."""

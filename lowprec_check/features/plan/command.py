@@ -1,0 +1,99 @@
+"""``lowprec-check plan``: the search for a plan alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lowprec_check.cli.app import (
+    FINDINGS,
+    app,
+    check_writable,
+    interrupts_ignored_after,
+    last_before_end,
+    print_document,
+    print_status,
+    print_text,
+    stdout_kept,
+)
+from lowprec_check.cli.options import (
+    Inputs,
+    Isolation,
+    Quiet,
+    Stream,
+    Target,
+    Weights,
+    WithScriptArguments,
+    grouped,
+    script_arguments,
+    takes_options,
+)
+from lowprec_check.cli.progress import progress
+from lowprec_check.schema.options import OUTPUT, PlanOptions
+
+if TYPE_CHECKING:
+    from lowprec_check.engine.run.target_source import TargetSource
+    from lowprec_check.process import Isolation as ProcessIsolation
+    from lowprec_check.schema.plan import Planning
+
+
+@app.command(cls=WithScriptArguments)
+@takes_options
+def plan(
+    *,
+    context: typer.Context,
+    target: Target,
+    inputs: Inputs = None,
+    weights: Weights = None,
+    stream: Stream = False,
+    options: PlanOptions,
+    save: Annotated[
+        Path | None, grouped(OUTPUT, "--save", metavar="FILE", help="Save the plan, for lowprec_check.apply.")
+    ] = None,
+    json: Annotated[bool, grouped(OUTPUT, "--json", help="Print the plan and all attempts as JSON.")] = False,
+    isolation: Isolation = None,
+    quiet: Quiet = False,
+) -> None:
+    """Find the modules that must stay in fp32. Verifies that the model passes with all others in 16
+    bits.
+    """
+    check_writable(save, "--save")
+    with stdout_kept(), progress(quiet) as display:
+        from lowprec_check.engine.run.target_spec import TargetSpec
+        from lowprec_check.engine.session import Session
+        from lowprec_check.schema.plan import Planning
+
+        spec = TargetSpec(target, tuple(inputs or ()), weights, stream, arguments=script_arguments(context))
+        session = Session(spec, options, isolation, options.seconds, display.step)
+        planning, ended_by = last_before_end(session.grow(_growing_planning, Planning))
+    try:
+        if json:
+            print_document(planning.to_json())
+        else:
+            from lowprec_check.features.plan.report import plan_document
+
+            print_text(plan_document(planning))
+        sys.stdout.flush()
+    finally:  # standard output may be full or closed, or Ctrl+C be pressed in a pager
+        if save is not None:
+            with interrupts_ignored_after(ended_by):
+                if planning.plan is None:
+                    print_status("no plan was found; nothing saved")
+                else:
+                    planning.plan.save(save)
+                    print_status(f"plan saved to {save}")
+    if ended_by is not None:
+        raise ended_by
+    raise typer.Exit(FINDINGS if planning.plan is None else 0)
+
+
+def _growing_planning(
+    source: TargetSource, isolation: ProcessIsolation | None, options: PlanOptions
+) -> Iterator[Planning]:
+    from lowprec_check.features.plan.planner import growing_planning
+
+    yield from growing_planning(source, isolation, options)
