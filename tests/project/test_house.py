@@ -19,7 +19,7 @@ else:
 
 PACKAGE = ROOT / "lowprec_check"
 FILES = sorted(PACKAGE.rglob("*.py"))
-FEATURE_PARTS = {"run", "rules", "statements", "advice", "report", "diff"}
+FEATURE_PARTS = {"run", "rules", "statements", "advice", "report", "diff", "command"}
 """The modules of a feature that are found by their names; all but ``run`` import no torch."""
 WITH_TORCH = ("engine/", "features/", "pytest_plugin/fixture/")
 
