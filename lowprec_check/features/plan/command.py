@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -35,11 +34,6 @@ from lowprec_check.cli.options import (
 from lowprec_check.cli.progress import progress
 from lowprec_check.schema.options import OUTPUT, PlanOptions
 
-if TYPE_CHECKING:
-    from lowprec_check.engine.run.target_source import TargetSource
-    from lowprec_check.process import Isolation as ProcessIsolation
-    from lowprec_check.schema.plan import Planning
-
 
 @app.command(cls=WithScriptArguments)
 @takes_options
@@ -64,12 +58,10 @@ def plan(
     check_writable(save, "--save")
     with stdout_kept(), progress(quiet) as display:
         from lowprec_check.engine.run.target_spec import TargetSpec
-        from lowprec_check.engine.session import Session
-        from lowprec_check.schema.plan import Planning
+        from lowprec_check.features.plan.plan_file import plan_file
 
         spec = TargetSpec(target, tuple(inputs or ()), weights, stream, arguments=script_arguments(context))
-        session = Session(spec, options, isolation, options.seconds, display.step)
-        planning, ended_by = last_before_end(session.grow(_growing_planning, Planning))
+        planning, ended_by = last_before_end(plan_file(spec, options, isolation, display.step))
     try:
         if json:
             print_document(planning.to_json())
@@ -89,11 +81,3 @@ def plan(
     if ended_by is not None:
         raise ended_by
     raise typer.Exit(FINDINGS if planning.plan is None else 0)
-
-
-def _growing_planning(
-    source: TargetSource, isolation: ProcessIsolation | None, options: PlanOptions
-) -> Iterator[Planning]:
-    from lowprec_check.features.plan.planner import growing_planning
-
-    yield from growing_planning(source, isolation, options)
