@@ -18,7 +18,7 @@ from lowprec_check.engine.run.memory_limits import allowance
 from lowprec_check.engine.run.messages import GapFound, OpCallsFound, Reporter, Send, Started
 from lowprec_check.engine.run.plain_part import Fp32Outputs
 from lowprec_check.engine.run.preparation import in_eager_mode, in_fp32, kernels_of, prepared_for
-from lowprec_check.engine.run.tasks import RunTask, as_kept
+from lowprec_check.engine.run.tasks import RunTask
 from lowprec_check.engine.trace.execution import Emulation
 from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
 from lowprec_check.process import system
@@ -49,7 +49,6 @@ def add_explanation(explained: Explained, instrumented: RunSoFar) -> None:
     """Add what the instrumented part found to the run, and what features try then."""
     task, report = explained.task, explained.report
     fields = {name: getattr(instrumented.run, name) for name in EXPLAINED}
-    fields["op_calls"] = as_kept(task, instrumented.run.op_calls)
     # A backend names the ops that it lacks itself.
     fields["gaps"] = report.run.gaps or instrumented.run.gaps
     fields["notes"] = [*report.run.notes, *instrumented.faults, *instrumented.run.notes]
@@ -90,6 +89,7 @@ def instrument(
         on_output=keep,
         seed=task.seed,
         changes_parameters=task.changes_parameters,
+        keeps_op_times=task.keeps_op_times,
         observers=observers(task, allowed),
         probe=probe,
     )

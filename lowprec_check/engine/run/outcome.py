@@ -18,11 +18,11 @@ from lowprec_check.engine.run.messages import (
     TaskMessage,
     WeightRead,
 )
-from lowprec_check.engine.run.tasks import RunTask, as_kept
+from lowprec_check.engine.run.tasks import RunTask
 from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.process.breadcrumb import Position
 from lowprec_check.process.supervisor import signal_name
-from lowprec_check.schema.op_calls import OpCalls, concatenate
+from lowprec_check.schema.op_calls import OpCalls, concatenate, without_times
 from lowprec_check.schema.scan_result import Gap, Run
 from lowprec_check.schema.statements import say
 from lowprec_check.schema.verdict import look
@@ -212,7 +212,9 @@ def finished(task: RunTask, outcome: Outcome) -> Run:
     elif run.status == "timeout":
         fields["reason"] = _why_late(task, outcome)
     if not so_far.is_explained:
-        op_calls = as_kept(task, concatenate(outcome.op_calls_found))
+        op_calls = concatenate(outcome.op_calls_found)
+        if not task.keeps_op_times:
+            op_calls = without_times(op_calls)
         fields |= {"complete": not task.instrumented, "op_calls": op_calls}
         # A backend names the ops that it lacks itself.
         fields["gaps"] = run.gaps or outcome.gaps

@@ -20,7 +20,6 @@ from lowprec_check.errors import UsageError
 from lowprec_check.process.breadcrumb import clear_shared, open_shared, shared_file
 from lowprec_check.schema.axes import lowers_precision
 from lowprec_check.schema.measures import Errors
-from lowprec_check.schema.op_calls import OpCalls, without_times
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, MemoryFormat, RunKey
 from lowprec_check.schema.scan_result import Evidence, Run
@@ -225,7 +224,7 @@ class RunTask(ModelTask):
     limits_memory: bool = True
     """Whether the instrumented part takes a multiple of fp32's memory, not all free memory."""
     timed: bool = True
-    """Whether the times of its ops are kept."""
+    """Whether times are asked for."""
     fp32_peak: int | None = None
     """Peak memory of the fp32 run in bytes, weights included."""
 
@@ -251,6 +250,11 @@ class RunTask(ModelTask):
         """Seconds for what follows the calls, until the next message must come."""
         return max(self.part_budget, self.explain_budget)
 
+    @property
+    def keeps_op_times(self) -> bool:
+        """Whether the times of its ops are kept: they are asked for, and real."""
+        return self.timed and self.evidence == "measured"
+
     def is_too_slow(self, so_far: RunSoFar) -> bool:
         """Whether the model failed, or is too slow to be called again."""
         return so_far.failed or so_far.run.judged_by_one_call or so_far.seconds > self.slow_seconds
@@ -270,10 +274,3 @@ class RunTask(ModelTask):
             complete=not self.instrumented,
         )
         return RunSoFar(run=run)
-
-
-def as_kept(task: RunTask, calls: OpCalls) -> OpCalls:
-    """``calls`` as they are saved: without their times, unless these are asked for and real."""
-    if task.timed and task.evidence == "measured":
-        return calls
-    return without_times(calls)

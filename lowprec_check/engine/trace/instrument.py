@@ -40,7 +40,7 @@ from lowprec_check.engine.trace.twins import storage_key
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.schema.measures import Errors
 from lowprec_check.schema.module_paths import module_around, paths_above
-from lowprec_check.schema.op_calls import OpCalls
+from lowprec_check.schema.op_calls import OpCalls, without_times
 from lowprec_check.schema.scan_result import Gap
 
 _UNKNOWN = "{} {}: its errors and those before it are not known, later ones count from its result"
@@ -59,6 +59,7 @@ class Options(NamedTuple):
     """Called with what the model returns, right after each pass that reached its end."""
     seed: int = 0
     changes_parameters: bool = False  # whether calls write to parameters
+    keeps_op_times: bool = True
     observers: Sequence[MakeObserver] = ()
     """What looks at each op call besides the core's own observers, in order."""
     probe: ModuleOutput | None = None
@@ -188,9 +189,12 @@ def _pass(
             judged = returned(probed, lockstep.twins)
         called = [name for name, _ in ready.model.named_modules() if name and stack.calls[name]]
         fields = recorder.finish(End(outputs, judged, error is None, recorder.drew, called))
+    op_calls = journal.op_calls()
+    if not options.keeps_op_times:
+        op_calls = without_times(op_calls)
     explained = begun.with_fields(
         gaps=journal.gaps,
-        op_calls=journal.op_calls(),
+        op_calls=op_calls,
         uncalled_modules=uncalled_modules(ready.model, stack, recorder.input_storages),
         called_modules=called,
         function_mode=failures is not None,

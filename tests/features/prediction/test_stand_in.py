@@ -43,7 +43,9 @@ def device(name: str, release: str = "2.13") -> PredictedDevice:
 
 def predicted(model: nn.Module, inputs: Any, name: str = "cuda", **options: Any) -> ScanResult:
     chosen: dict[str, Any] = {"predict": True, "plan": False, "budget_error": "off", "further_inputs": 0, **options}
-    return scan(model.eval(), inputs, device=name, **chosen)
+    result = scan(model.eval(), inputs, device=name, **chosen)
+    assert not any("instrumenting failed" in note for run in result.runs for note in run.notes)
+    return result
 
 
 def status(run: Run) -> tuple[str, str | None]:
