@@ -26,6 +26,7 @@ from lowprec_check.engine.trace.observers import MakeObserver
 from lowprec_check.engine.trace.plain_modes import withholding
 from lowprec_check.features.error_budget.observer import BudgetObserver
 from lowprec_check.features.magnitudes.run import MagnitudeObserver
+from lowprec_check.features.nonfinite_origins.run import origins_of
 from lowprec_check.report.layout.text import text
 from lowprec_check.report.scan_document import scan_document
 from lowprec_check.schema.options import ScanOptions
@@ -51,7 +52,7 @@ def runs_here(model: nn.Module, inputs: Any, **options: Any) -> AbstractContextM
     return open_runs(source, ScanOptions(further_inputs=0, **options), machine, "none")
 
 
-DEFAULT = Options(observers=(MagnitudeObserver,))
+DEFAULT = Options(observers=(MagnitudeObserver, origins_of))
 LOW = ("half", "bfloat16", "autocast-fp16", "autocast-bf16")
 
 

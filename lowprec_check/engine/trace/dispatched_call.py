@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,20 +34,12 @@ from lowprec_check.schema.op_calls import CallOutcome, OpCall
 from lowprec_check.schema.run_key import Phase
 
 
-class Held(NamedTuple):
-    """A floating tensor before an op that reads Inf or NaN, or writes to it."""
-
-    values: Tensor
-    reference: Tensor
-    origins: Tensor  # a bit for each place where the Inf or NaN of an element originates, shaped as the values
-
-
 class DispatchedCall:
     """The op, its arguments, where it was called, and its outcome."""
 
     __slots__ = (
-        *("args", "autocast_keys", "before", "drew", "func", "held", "input_errors", "inputs"),
-        *("instruction", "involved", "kwargs", "lines", "module", "outcome", "phase", "seconds", "traits"),
+        *("args", "autocast_keys", "before", "drew", "func", "input_errors", "inputs", "instruction"),
+        *("involved", "kwargs", "lines", "module", "outcome", "phase", "seconds", "traits"),
         *("unrounded_outputs", "wide_seconds", "widened_arguments", "widened_outputs"),
     )
 
@@ -61,8 +53,6 @@ class DispatchedCall:
         """By ``id``, what the reference writes to for integers, booleans or a resized ``out``."""
         self.input_errors: Sequence[Pending[TensorComparison]] = ()
         """Its inputs before it ran, compared with the reference; without those that equal it."""
-        self.held: dict[int, Held] = {}
-        """By ``id``, before it ran: what it reads with new Inf or NaN, then what it writes to."""
         self.involved = False  # whether low-precision values reach this op; if not, it is its own reference
         self.module = ""
         self.lines = SourceLines(None)

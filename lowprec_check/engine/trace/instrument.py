@@ -29,7 +29,6 @@ from lowprec_check.engine.trace.execution import Emulation
 from lowprec_check.engine.trace.function_mode import BackwardFailures, FunctionRescue, SteppingCall
 from lowprec_check.engine.trace.journal import Journal
 from lowprec_check.engine.trace.lockstep import Lockstep
-from lowprec_check.engine.trace.nonfinite_origins import NonfiniteOrigins
 from lowprec_check.engine.trace.observers import End, MakeObserver, OpObserver, Pass
 from lowprec_check.engine.trace.pending_figures import PendingFigures
 from lowprec_check.engine.trace.places import Places
@@ -61,7 +60,7 @@ class Options(NamedTuple):
     changes_parameters: bool = False  # whether calls write to parameters
     keeps_op_times: bool = True
     observers: Sequence[MakeObserver] = ()
-    """What looks at each op call besides the core's own observers, in order."""
+    """What looks at each op call, in order, if errors are computed."""
     probe: ModuleOutput | None = None
     """The module's output to explain instead, if the model's holds nothing to compare."""
     step: SteppingCall | None = None  # the call, if it is a step of training
@@ -100,14 +99,10 @@ def run_instrumented(
             snapshot.rewind()
             explained, failed_above = run_once(options, None, failures)
             failed_above = failed_above and failures.learn()
-        # While figures are deferred, no Inf and NaN are followed: one more pass finds those that
-        # reach the output.
+        # While figures are deferred, no Inf and NaN are followed: one more pass does that.
         calls = explained.run.op_calls
-        if (
-            explained.run.complete
-            and _is_deferred(ready, options)
-            and any((*calls.introduced_inf, *calls.introduced_nan))
-        ):
+        gives_nonfinite = any((*calls.introduced_inf, *calls.introduced_nan))
+        if explained.run.complete and _is_deferred(ready, options) and gives_nonfinite and options.observers:
             snapshot.rewind()
             mode_failures = failures if explained.run.function_mode else None
             explained, _ = run_once(options._replace(deferred=False), plain_outputs, mode_failures)
@@ -222,13 +217,10 @@ def _pass(
 
 def _observers(observed: Pass, options: Options) -> list[OpObserver]:
     """What looks at each op call; errors that are not computed are not followed."""
-    if observed.errors == "none":
-        return [DataFlow(observed)]
-    observers = [make(observed) for make in options.observers]
-    # While figures are deferred, nobody knows yet which values are Inf and NaN.
-    if not observed.lockstep.figures.deferred:
-        observers.append(NonfiniteOrigins(observed))
-    return [*observers, DataFlow(observed)]
+    made: list[OpObserver | None] = []
+    if observed.errors != "none":
+        made = [make(observed) for make in options.observers]
+    return [*(observer for observer in made if observer is not None), DataFlow(observed)]
 
 
 @observing()

@@ -60,5 +60,5 @@ class OpObserver:
         return {}
 
 
-MakeObserver = Callable[[Pass], OpObserver]
-"""Makes the observer of a pass."""
+MakeObserver = Callable[[Pass], OpObserver | None]
+"""Makes the observer of a pass; ``None`` if it needs one in which figures are not deferred."""

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import run
+from helpers import DEFAULT, run
 from torch import Tensor, nn
 
 from lowprec_check.engine.core.output_comparison import compare_outputs, same_bits
 from lowprec_check.engine.core.tensor_comparison import compare_tensor
-from lowprec_check.engine.trace.instrument import Options
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.scan_result import Run
 
@@ -41,7 +40,7 @@ class Correlation(Linear):
 
 @pytest.mark.parametrize("reference", [torch.float32, torch.float64])
 def test_a_lazy_conjugate_of_the_reference_is_conjugated(reference: torch.dtype) -> None:
-    plain, found = run(Correlation(), (X,), "half", options=Options(wide=reference))
+    plain, found = run(Correlation(), (X,), "half", options=DEFAULT._replace(wide=reference))
     assert found.lockstep_error is not None
     assert plain.output_error is not None
     assert found.lockstep_error.rel_l2 == pytest.approx(plain.output_error.rel_l2, rel=0.2)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from conftest import run_bare
 from generated import Chain, Step, build, chains, chains_with_gaps, inputs
-from helpers import LOW, gap_ops, run
+from helpers import DEFAULT, LOW, gap_ops, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import fix_and_rerun
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.trace.execution import Emulation
-from lowprec_check.engine.trace.instrument import Options
 from lowprec_check.engine.trace.ops import dtype_flow
 from lowprec_check.schema.precisions import BF16, FP16, FP32
 
@@ -81,7 +80,7 @@ def test_lockstep_reference_equals_the_model_in_the_wide_dtype(
     kinds = [kind for kind in kinds if kind.__name__ not in ("Select", "Indexed")]
     if not kinds:
         return
-    _, found = run(build(kinds), (inputs(),), precision, options=Options(wide=wide))
+    _, found = run(build(kinds), (inputs(),), precision, options=DEFAULT._replace(wide=wide))
     low = run_bare(build(kinds), (inputs(),), precision).double()
     reference = run_bare(build(kinds).to(wide), (inputs().to(wide),), "fp32").double()
     assert found.lockstep_error is not None
@@ -92,7 +91,7 @@ def test_lockstep_reference_equals_the_model_in_the_wide_dtype(
 @pytest.mark.parametrize("errors", ["both", "accumulated", "none"])
 def test_only_the_requested_errors_are_recorded(errors: Any) -> None:
     model = build([type_of("Residual"), type_of("Norm")])
-    _, found = run(model, (inputs(),), "bfloat16", options=Options(errors=errors))
+    _, found = run(model, (inputs(),), "bfloat16", options=DEFAULT._replace(errors=errors))
     columns = found.op_calls
     assert any(columns.local_error) == (errors == "both")
     assert any(columns.accumulated_error) == (errors != "none")
@@ -331,7 +330,7 @@ def test_a_cast_that_was_slow_once_still_casts() -> None:
     model, x = torch.nn.Linear(8, 8), torch.randn(4, 8)
     emulation = Emulation({"aten._to_copy.default": "it took 3 s"})
     plain, _ = run(model, (x,), "autocast-bf16", budget=True)
-    _, explained = run(model, (x,), "autocast-bf16", options=Options(emulation=emulation), budget=True)
+    _, explained = run(model, (x,), "autocast-bf16", options=DEFAULT._replace(emulation=emulation), budget=True)
     assert explained.budget is not None
     assert plain.output_error is not None
     assert explained.budget.measured == pytest.approx(plain.output_error.rel_l2)
@@ -343,14 +342,14 @@ def test_the_local_error_of_an_emulated_op_is_that_of_rounding() -> None:
     """It is computed in fp32 once for both; only where local errors are wanted."""
     model, x = torch.nn.Linear(64, 64), torch.randn(16, 64)
     emulation = Emulation({"aten.addmm.default": "it took 3 s"})
-    _, both = run(model, (x,), "half", options=Options(emulation=emulation))
+    _, both = run(model, (x,), "half", options=DEFAULT._replace(emulation=emulation))
     [row] = (call for call in both.op_calls.rows() if "addmm" in call.op)
     half = copy.deepcopy(model).half()
     exact = torch.nn.functional.linear(x.half().float(), half.weight.float(), half.bias.float()).detach()
     rounding = (exact.half().float() - exact).norm() / exact.norm()
     assert row.outcome == "emulated"
     assert row.local_error == pytest.approx(float(rounding), rel=1e-4)
-    _, accumulated = run(model, (x,), "half", options=Options(emulation=emulation, errors="accumulated"))
+    _, accumulated = run(model, (x,), "half", options=DEFAULT._replace(emulation=emulation, errors="accumulated"))
     [row] = (call for call in accumulated.op_calls.rows() if "addmm" in call.op)
     assert (row.outcome, row.local_error) == ("emulated", None)
     assert row.accumulated_error

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import run
+from helpers import DEFAULT, run
 from torch import Tensor, nn
 
 from lowprec_check import scan
 from lowprec_check.engine.model.prepared import prepared
-from lowprec_check.engine.trace.instrument import Options
 from lowprec_check.features.range_trials.out_of_range import OutOfRange, try_places
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.precisions import PRECISIONS
@@ -40,7 +39,7 @@ def x(rows: int = 8) -> Tensor:
 
 def nonfinite(function: Function, *inputs: Tensor, deferred: bool | None = None) -> list[OpCall]:
     """The calls that give Inf or NaN in half."""
-    _, found = run(Fn(function), inputs or (x(),), "half", options=Options(deferred=deferred))
+    _, found = run(Fn(function), inputs or (x(),), "half", options=DEFAULT._replace(deferred=deferred))
     return [row for row in found.op_calls.rows() if row.gives_nonfinite]
 
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowprec_check.engine.core.floating_dtypes import is_float, widen, widened_dtype
 from lowprec_check.engine.core.tensor_comparison import nonfinite_unlike
-from lowprec_check.engine.trace.dispatched_call import DispatchedCall, Held, run_wide
+from lowprec_check.engine.trace.dispatched_call import DispatchedCall, run_wide
 from lowprec_check.engine.trace.observers import End, OpObserver, Pass
 from lowprec_check.engine.trace.ops import map_args
 from lowprec_check.engine.trace.twins import region_of
@@ -28,6 +28,14 @@ Fill = Callable[[Tensor, torch.dtype], Tensor]
 """Finite values in place of Inf and NaN, made from those of the reference, for a dtype."""
 
 
+class Held(NamedTuple):
+    """A floating tensor before an op that reads Inf or NaN, or writes to it."""
+
+    values: Tensor
+    reference: Tensor
+    origins: Tensor  # a bit for each place where the Inf or NaN of an element originates, shaped as the values
+
+
 class NonfiniteOrigins(OpObserver):
     """Follows Inf and NaN that the reference does not have through one run."""
 
@@ -35,6 +43,9 @@ class NonfiniteOrigins(OpObserver):
         self._twins = observed.lockstep.twins
         self._bits: dict[tuple[Any, ...], int] = {}
         self._rows: list[tuple[OpCall, int]] = []
+        self._call: DispatchedCall | None = None
+        self._held: dict[int, Held] = {}
+        """By ``id``, before a call: what it reads with new Inf or NaN, then what it writes to."""
 
     def lost_in_cast(self, row: OpCall, low: Tensor, wide: Tensor) -> None:
         """Note where a weight or an input overflows in its cast."""
@@ -42,6 +53,7 @@ class NonfiniteOrigins(OpObserver):
 
     def before(self, call: DispatchedCall) -> None:
         """Keep what it reads with Inf or NaN, and then what it writes to."""
+        self._call, self._held = call, {}
         if not any(self._origins(tensor) is not None for tensor in call.inputs):
             return
         written = call.written_ids()
@@ -54,12 +66,14 @@ class NonfiniteOrigins(OpObserver):
             held = Held(tensor.detach(), reference, origins)
             if id(tensor) in written:
                 held = Held(*(part.clone() for part in held))
-            call.held[id(tensor)] = held
+            self._held[id(tensor)] = held
 
     def after(self, call: DispatchedCall, row: OpCall, outputs: list[Tensor]) -> None:
         """Find the origins of Inf and NaN in ``outputs``; count the op's own."""
         if not call.involved:
             return
+        if self._call is not call:
+            self._held = {}
         wrong: dict[int, Tensor] = {}
         for index, out in enumerate(outputs):
             twin = self._twins.find_strided(out) if is_float(out) else None
@@ -68,20 +82,20 @@ class NonfiniteOrigins(OpObserver):
             compared = twin.compared.get(region_of(out))
             is_new = bool(compared and (compared.value.introduced_inf or compared.value.introduced_nan))
             # Earlier origins are to be forgotten, if there are any.
-            if is_new or call.held or twin.origins is not None:
+            if is_new or self._held or twin.origins is not None:
                 wrong[index] = self._wrong_in(out.detach(), out)
         if not wrong:
             return
         # Without Inf and NaN in its inputs, all are its own.
-        own = self._own(call, outputs, wrong) if call.held else dict(wrong)
+        own = self._own(call, outputs, wrong) if self._held else dict(wrong)
         for index, where in wrong.items():
             origins = torch.zeros_like(where).int()
-            if call.held:
+            if self._held:
                 origins = self._passed_on(call, outputs, index, where, own[index])
             if bool(own[index].any()):
                 origins = origins | own[index].int() * self._bit_of(row)
             self._write(outputs[index], origins)
-            if call.held and index == min(wrong):
+            if self._held and index == min(wrong):
                 nan = outputs[index].isnan() & own[index]
                 row.introduced_nan += int(nan.sum())
                 row.introduced_inf += int(own[index].sum()) - int(nan.sum())
@@ -148,7 +162,7 @@ class NonfiniteOrigins(OpObserver):
         """The origins of Inf and NaN in the elements ``where``: those that cause them alone, else
         all. In the op's ``own`` elements, those that cause them even if the result is not rounded.
         """
-        held = list(call.held.values())
+        held = list(self._held.values())
         union = _union(*(read.origins for read in held))
         causes = torch.zeros_like(where, dtype=torch.int32)
         bits = [bit for bit in sorted(set(self._bits.values())) if bit & union]
@@ -171,7 +185,7 @@ class NonfiniteOrigins(OpObserver):
 
     def _kept(self, call: DispatchedCall, keep: int, fill: Fill, tensor: Tensor) -> Tensor:
         """An input, widened; ``fill`` replaces Inf and NaN without an origin in ``keep``."""
-        held = call.held.get(id(tensor))
+        held = self._held.get(id(tensor))
         if held is None:
             return widen(tensor, self._twins.wide)
         others = (held.origins != 0) & (held.origins & keep == 0)
@@ -182,7 +196,7 @@ class NonfiniteOrigins(OpObserver):
         self, call: DispatchedCall, outputs: list[Tensor], argument: Callable[[Tensor], Tensor], *, rounded: bool = True
     ) -> dict[int, Tensor]:
         """What replaces the outputs, by number, if the op runs on other inputs and succeeds."""
-        writes = bool(call.before) or (call.traits.mutable and any(id(t) not in call.held for t in call.written()))
+        writes = bool(call.before) or (call.traits.mutable and any(id(t) not in self._held for t in call.written()))
         # It writes to what has changed since, or draws other numbers.
         if writes or call.draws:
             return {}
