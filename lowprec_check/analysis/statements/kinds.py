@@ -45,6 +45,7 @@ class Kind(NamedTuple):
     is_per_run: bool
     after: str | None  # of a feature: the kind of the core that it follows
     basis: int | None  # its place in what a recommendation rests on, if it is part of that
+    place: int  # among those of features after the same kind, the first lowest; then by module
     make: Callable[..., Any]
 
 
@@ -57,23 +58,23 @@ def per_run(
     name: str, about: About, *, evidence: Evidence = "measured", after: str | None = None, basis: int | None = None
 ) -> Callable[[Callable[[Run, ScanResult], Made]], Callable[[Run, ScanResult], Made]]:
     """Register what is said of a run; the function gets the run and the result."""
-    return _registered(name, about, evidence, after, basis, is_per_run=True)
+    return _registered(name, about, evidence, after, basis, 0, is_per_run=True)
 
 
 def per_scan(
-    name: str, about: About, *, evidence: Evidence = "measured", after: str | None = None
+    name: str, about: About, *, evidence: Evidence = "measured", after: str | None = None, place: int = 0
 ) -> Callable[[Callable[[ScanResult], Iterable[Made]]], Callable[[ScanResult], Iterable[Made]]]:
     """Register what is said of the whole scan; the function yields any number of sentences."""
-    return _registered(name, about, evidence, after, None, is_per_run=False)
+    return _registered(name, about, evidence, after, None, place, is_per_run=False)
 
 
 def _registered(
-    name: str, about: About, evidence: Evidence, after: str | None, basis: int | None, *, is_per_run: bool
+    name: str, about: About, evidence: Evidence, after: str | None, basis: int | None, place: int, *, is_per_run: bool
 ) -> Callable[[Any], Any]:
     def register(make: Any) -> Any:
         if name in _KINDS:
             raise ValueError(f"the kind {name} is registered twice")
-        _KINDS[name] = Kind(name, about, evidence, is_per_run, after, basis, make)
+        _KINDS[name] = Kind(name, about, evidence, is_per_run, after, basis, place, make)
         return make
 
     return register
@@ -86,8 +87,9 @@ def kinds() -> Mapping[str, Kind]:
     modules_of_features("statements")
     core = [kind for kind in _KINDS.values() if kind.after is None]
     core.sort(key=lambda kind: _MODULES.index(kind.make.__module__.rpartition(".")[2]))
-    of_features = sorted((kind for kind in _KINDS.values() if kind.after), key=lambda kind: kind.make.__module__)
-    # those of features, by their modules, follow the one that they are after
+    of_features = [kind for kind in _KINDS.values() if kind.after is not None]
+    of_features.sort(key=lambda kind: (kind.place, kind.make.__module__))
+    # those of features follow the one that they are after
     names = [kind.name for kind in core]
     in_order = sorted([*core, *of_features], key=lambda kind: names.index(kind.after or kind.name))
     return {kind.name: kind for kind in in_order}

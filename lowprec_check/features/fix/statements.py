@@ -11,7 +11,7 @@ from lowprec_check.schema.scan_result import ScanResult
 from lowprec_check.schema.statements import Figure, say
 
 
-@per_scan("patch", "advice", after="verdict", evidence="derived")
+@per_scan("patch", "advice", after="verdict", place=1, evidence="derived")
 def patch(result: ScanResult) -> Iterator[Made]:
     """Lines of the user's code to patch, which may be less than a plan; none was tried."""
     if result.fixing or not result.is_forward or result.evidence == "predicted":
