@@ -49,10 +49,10 @@ from verdict_breadth import (
 )
 
 from lowprec_check.analysis.error_shares import main_causes, trusted_budget
-from lowprec_check.engine.machine import Machine
+from lowprec_check.core.machine import Machine
+from lowprec_check.core.target_runs import open_runs
 from lowprec_check.engine.model.target import make_target
-from lowprec_check.engine.run.target_runs import open_runs
-from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.engine.model.target_source import TargetSource
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.scan_result import Run
 

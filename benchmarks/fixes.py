@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from shared import head, in_processes, made, parser_of, save, saved
 
-from lowprec_check.engine.run.target_spec import TargetSpec
+from lowprec_check.engine.model.target_spec import TargetSpec
 from lowprec_check.features.fix.fixing import fix_file
 from lowprec_check.schema.options import FixOptions
 

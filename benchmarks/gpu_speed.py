@@ -29,17 +29,16 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from lowprec_check.analysis.speed import judged
-from lowprec_check.engine.core.devices import MemoryLimit, free_memory, synchronize
+from lowprec_check.core.mode import Mode
+from lowprec_check.core.tasks import ModelTask
+from lowprec_check.core.trace.instrument import Options, fp32_state, run_instrumented
+from lowprec_check.core.trace.observers import MakeObserver
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.plain_run import output_tensors, run_once
 from lowprec_check.engine.model.prepared import Prepared, prepared
 from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.model.target import Target, make_target
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
-from lowprec_check.engine.run.mode import Mode
-from lowprec_check.engine.run.tasks import ModelTask
-from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
-from lowprec_check.engine.trace.observers import MakeObserver
 from lowprec_check.features.error_budget.observer import BudgetObserver
 from lowprec_check.features.magnitudes.run import MagnitudeObserver
 from lowprec_check.features.times.rounds import RoundSchedule, TurnFailed, TurnTimed
@@ -47,6 +46,7 @@ from lowprec_check.features.times.turns import TimeTask
 from lowprec_check.schema.measures import Errors
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.scan_result import Run
+from lowprec_check.torchkit.devices import MemoryLimit, free_memory, synchronize
 
 SETTINGS: dict[str, Errors] = {"both": "both", "both, budget": "both", "accumulated": "accumulated"}
 """The errors that an instrumented run computes."""

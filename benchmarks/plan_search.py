@@ -21,9 +21,9 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from lowprec_check.engine.model.target import Target, make_target
+from lowprec_check.engine.model.target_source import TargetSource, load_spec
+from lowprec_check.engine.model.target_spec import TargetSpec
 from lowprec_check.engine.model.zoo import import_torchvision
-from lowprec_check.engine.run.target_source import TargetSource, load_spec
-from lowprec_check.engine.run.target_spec import TargetSpec
 from lowprec_check.features.plan.planner import plan_target
 from lowprec_check.schema.options import PlanOptions
 

@@ -28,7 +28,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
 
 def made(device: str = "cpu") -> dict[str, str]:
     """How the figures of this process come about: command, date, versions and machine."""
-    from lowprec_check.engine.machine import environment  # imports torch, and some benchmarks time that
+    from lowprec_check.core.machine import environment  # imports torch, and some benchmarks time that
 
     machine = environment(device)
     return {

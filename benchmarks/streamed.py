@@ -18,10 +18,10 @@ import torch
 from shared import head, made, parser_of, save
 from tabulate import tabulate
 
+from lowprec_check.core.scan import scan_target
+from lowprec_check.engine.model.target_source import load_here
+from lowprec_check.engine.model.target_spec import TargetSpec
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
-from lowprec_check.engine.run.target_source import load_here
-from lowprec_check.engine.run.target_spec import TargetSpec
-from lowprec_check.engine.scan import scan_target
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.scan_result import ScanResult
 

@@ -44,10 +44,10 @@ from shared import head, in_processes, made, parser_of, save, saved
 from torch import Tensor
 from training_scripts import SCRIPTS, WRITTEN_FOR, rewritten, train
 
+from lowprec_check.core.scan import scan_target
+from lowprec_check.engine.model.target_source import load_here
+from lowprec_check.engine.model.target_spec import TargetSpec
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
-from lowprec_check.engine.run.target_source import load_here
-from lowprec_check.engine.run.target_spec import TargetSpec
-from lowprec_check.engine.scan import scan_target
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.scan_result import Run, ScanResult

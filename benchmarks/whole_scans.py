@@ -86,8 +86,8 @@ finally:
 
 PLAIN = """
 import sys
-from lowprec_check.engine.run.target_source import load_spec
-from lowprec_check.engine.run.target_spec import TargetSpec
+from lowprec_check.engine.model.target_source import load_spec
+from lowprec_check.engine.model.target_spec import TargetSpec
 import torch
 
 _, name, device, *inputs = sys.argv

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lowprec_check import catalog
     from lowprec_check.analysis.diff import diff_scans
+    from lowprec_check.core.scan import scan
     from lowprec_check.engine.model.prepared import Application
     from lowprec_check.engine.model.quantized_model import QuantizedModel, load_quantized, quantize
-    from lowprec_check.engine.scan import scan
     from lowprec_check.errors import UsageError
     from lowprec_check.features.plan.apply import apply
     from lowprec_check.features.plan.planner import find_plan
@@ -41,7 +41,7 @@ _MODULES = {
         "engine.model.quantized_model": ("QuantizedModel", "load_quantized", "quantize"),
         "features.plan.apply": ("apply",),
         "features.plan.planner": ("find_plan",),
-        "engine.scan": ("scan",),
+        "core.scan": ("scan",),
         "errors": ("UsageError",),
         "report.registry": ("ReportFormat", "render"),
         "schema.axes": ("Backend", "Code", "Device", "Example", "UnsupportedOpsError"),

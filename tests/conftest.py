@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_check.cli.main import main
-from lowprec_check.engine.run.launcher import Launcher
+from lowprec_check.core.launcher import Launcher
 from lowprec_check.features.times import rounds, turns
 from lowprec_check.report.registry import render
 from lowprec_check.schema.axes import BACKENDS, Backend

@@ -12,18 +12,17 @@ import torch
 from torch import nn
 
 import lowprec_check
-from lowprec_check.engine.core.devices import MemoryLimit
-from lowprec_check.engine.machine import Machine
+from lowprec_check.core.machine import Machine
+from lowprec_check.core.target_runs import TargetRuns, open_runs
+from lowprec_check.core.trace.instrument import Options, fp32_state, run_instrumented
+from lowprec_check.core.trace.observers import MakeObserver
+from lowprec_check.core.trace.plain_modes import withholding
 from lowprec_check.engine.model.plain_run import PlainCalls
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import make_target
-from lowprec_check.engine.run.target_runs import TargetRuns, open_runs
-from lowprec_check.engine.run.target_source import TargetSource
-from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
-from lowprec_check.engine.trace.observers import MakeObserver
-from lowprec_check.engine.trace.plain_modes import withholding
+from lowprec_check.engine.model.target_source import TargetSource
 from lowprec_check.features.error_budget.observer import BudgetObserver
 from lowprec_check.features.magnitudes.run import MagnitudeObserver
 from lowprec_check.features.nonfinite_origins.run import origins_of
@@ -32,6 +31,7 @@ from lowprec_check.report.scan_document import scan_document
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.torchkit.devices import MemoryLimit
 
 CPU = torch.device("cpu")
 

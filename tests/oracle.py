@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from lowprec_check.engine.trace.function_mode import function_name
+from lowprec_check.core.trace.function_mode import function_name
 
 NARROW = (torch.half, torch.bfloat16)
 

@@ -1,7 +1,7 @@
 """Runs what CI runs: lint, format, import contracts and types, then all tests. Prints how long each phase took.
 
 ``python tools/checks.py`` runs everything. ``python tools/checks.py --quick [FOLDER]`` is for use while you edit: the
-static checks, the tests of one folder (``engine/trace``) except those that scan or start a process, and three scans
+static checks, the tests of one folder (``core/trace``) except those that scan or start a process, and three scans
 with the real command. Use the Python of the environment that has the extra ``test``.
 """
 

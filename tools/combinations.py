@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from lowprec_check.catalog.predictable import predicted_device
-from lowprec_check.engine.run.mode import Mode, only_mode
+from lowprec_check.core.mode import Mode, only_mode
 from lowprec_check.errors import UsageError
 from lowprec_check.features.prediction.run import StandIn
 from lowprec_check.features.streaming.run import Streaming

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lowprec_check.analysis.conclusion import conclude
-from lowprec_check.engine.run.target_spec import TargetSpec
-from lowprec_check.engine.session import scan_file
+from lowprec_check.core.session import scan_file
+from lowprec_check.engine.model.target_spec import TargetSpec
 from lowprec_check.report.registry import render
 from lowprec_check.schema.options import ScanOptions
 

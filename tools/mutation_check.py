@@ -26,7 +26,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-WHERE = ("analysis/rules", "analysis/statements", "engine/trace", "features", "report")
+WHERE = ("analysis/rules", "analysis/statements", "core/trace", "features", "report")
 """Folders of the package in which faults are planted, as many in each."""
 EVERYWHERE = ("analysis", "report")
 """Folders of tests that may notice any of them; those of the fault's own folder come first."""

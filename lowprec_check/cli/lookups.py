@@ -34,7 +34,7 @@ def _print(answer: Any, document: Callable[[Any], Document], json: bool) -> None
 @app.command()
 def env(json: Json = False, device: Device = None) -> None:
     """Show the hardware and which precisions it accelerates."""
-    from lowprec_check.engine.machine import environment
+    from lowprec_check.core.machine import environment
     from lowprec_check.report.answers import environment_document
 
     _print(environment(device), environment_document, json)

@@ -37,7 +37,7 @@ class Progress:
 
     def step(self, run: str, doing: str) -> None:
         """A run has reached a step."""
-        from lowprec_check.engine.run.target_spec import NOTICE
+        from lowprec_check.engine.model.target_spec import NOTICE
 
         if run == NOTICE:
             self._keep(doing)

@@ -118,8 +118,8 @@ def scan(
     check_writable(save_plan, "--save-plan")
     check_codes([*options.select, *options.ignore])
     with stdout_kept(), progress(quiet) as display:
-        from lowprec_check.engine.run.target_spec import TargetSpec
-        from lowprec_check.engine.session import scan_file
+        from lowprec_check.core.session import scan_file
+        from lowprec_check.engine.model.target_spec import TargetSpec
 
         arguments, steps = script_arguments(context), options.training_steps
         spec = TargetSpec(target, tuple(inputs or ()), weights, stream, arguments, steps)

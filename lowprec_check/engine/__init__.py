@@ -1,1 +1,1 @@
-"""Everything that runs a model. With pytest_plugin/fixture the only room that imports torch."""
+"""What runs a model, or an operator, without a scan: loading, casting, backends, int8, sweeps."""

@@ -226,7 +226,7 @@ class Case(NamedTuple):
         device, _, index = self.key.device.partition(":")
         if device != "cpu":
             if not index and is_device_available(device):
-                from lowprec_check.engine.core.devices import default_index
+                from lowprec_check.torchkit.devices import default_index
 
                 index = str(default_index(device))
             device = f"{device}:{index or 0}"
@@ -238,7 +238,7 @@ def is_device_available(device: str) -> bool:
     kind = device_of(device).name
     if kind == "cpu":
         return True
-    from lowprec_check.engine.core.devices import is_available
+    from lowprec_check.torchkit.devices import is_available
 
     return is_available(device)
 

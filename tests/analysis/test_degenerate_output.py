@@ -12,7 +12,7 @@ from torch import nn
 
 from lowprec_check.analysis.run_summary import degenerate_output
 from lowprec_check.analysis.statements.status import why
-from lowprec_check.engine.scan import scan
+from lowprec_check.core.scan import scan
 from lowprec_check.schema.measures import ErrorBudget
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.verdict import ErrorStats

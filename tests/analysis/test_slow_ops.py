@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from lowprec_check import scan
 from lowprec_check.analysis.rules.registry import diagnose
-from lowprec_check.engine.run.launcher import MAX_SUSPECTS, Attempts
-from lowprec_check.engine.run.mode import Mode
-from lowprec_check.engine.run.outcome import Outcome
-from lowprec_check.engine.run.tasks import RunTask
-from lowprec_check.engine.trace import lockstep
+from lowprec_check.core.launcher import MAX_SUSPECTS, Attempts
+from lowprec_check.core.mode import Mode
+from lowprec_check.core.outcome import Outcome
+from lowprec_check.core.tasks import RunTask
+from lowprec_check.core.trace import lockstep
 from lowprec_check.process import system
 from lowprec_check.process.breadcrumb import AFTER_OP, IN_OP, Position
 from lowprec_check.schema.measures import TimingConditions

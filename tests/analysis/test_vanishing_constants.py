@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowprec_check import scan
-from lowprec_check.engine.core.dispatch_mode import DispatchMode
-from lowprec_check.engine.trace.dispatched_call import DispatchedCall
-from lowprec_check.engine.trace.ops import outputs_of
+from lowprec_check.core.trace.dispatched_call import DispatchedCall
+from lowprec_check.core.trace.ops import outputs_of
 from lowprec_check.schema.scan_result import Diagnostic
+from lowprec_check.torchkit.dispatch_mode import DispatchMode
 
 TINY = 1e-8
 

@@ -18,11 +18,11 @@ from conftest import EXAMPLES, ROOT, Call, SharedScan, call_process
 
 from lowprec_check.analysis.rules.registry import rules
 from lowprec_check.cli.progress import Progress, progress
-from lowprec_check.engine.run.isolation import isolated
 from lowprec_check.errors import UsageError
 from lowprec_check.process import system
 from lowprec_check.schema.plan import Plan
 from lowprec_check.schema.scan_result import ModelInfo, Run, ScanResult
+from lowprec_check.torchkit.isolation import isolated
 
 Write = Callable[..., Path]
 

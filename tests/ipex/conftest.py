@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowprec_check.engine.core.installation import prepack_problem
+from lowprec_check.torchkit.installation import prepack_problem
 
 HERE = Path(__file__).parent
 

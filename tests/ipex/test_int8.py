@@ -96,8 +96,8 @@ def test_keyword_arguments_and_the_layers() -> None:
 def test_the_code_gives_the_output_of_the_run(precision: str) -> None:
     from lowprec_check import quantize
     from lowprec_check.analysis.snippet import snippet
+    from lowprec_check.engine.model.model_info import describe_target
     from lowprec_check.engine.model.target import make_target
-    from lowprec_check.engine.run.model_info import describe_target
     from lowprec_check.schema.run_key import RunKey
     from lowprec_check.schema.scan_result import Run
 

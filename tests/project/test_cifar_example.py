@@ -11,7 +11,7 @@ from conftest import ROOT
 from torch import Tensor
 from torch.nn import functional
 
-from lowprec_check.engine.core.installation import extension_problem
+from lowprec_check.torchkit.installation import extension_problem
 
 
 def load_example() -> dict[str, Any]:

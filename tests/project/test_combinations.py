@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
-from lowprec_check.engine.run.target_source import load_here
-from lowprec_check.engine.run.target_spec import TargetSpec
-from lowprec_check.engine.scan import scan_target
+from lowprec_check.core.scan import scan_target
+from lowprec_check.engine.model.target_source import load_here
+from lowprec_check.engine.model.target_spec import TargetSpec
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.run_key import EAGER

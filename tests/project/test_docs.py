@@ -61,8 +61,9 @@ WALK = re.compile(r"^\| \d+ \| `([\w/]+)` \|", re.MULTILINE)
 def test_the_walks_through_the_code_are_short_and_lead_through_modules_that_exist() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("## The layout")[0]
     assert 5 < len(WALK.findall(text)) <= 12
-    named = set(re.findall(r"`((?:cli|engine|features|analysis|report|schema)/[\w/]+?)/?(?:\.[a-z_]\w+)?`", text))
-    drawn = set(re.findall(r"((?:cli|engine|analysis)/[\w/]+)", text.split("```")[1]))
+    rooms = "analysis|cli|core|engine|features|report|schema|torchkit"
+    named = set(re.findall(rf"`((?:{rooms})/[\w/]+?)/?(?:\.[a-z_]\w+)?`", text))
+    drawn = set(re.findall(r"((?:cli|core|engine|analysis)/[\w/]+)", text.split("```")[1]))
     assert len(named) > 15
     assert len(drawn) > 5
     named |= drawn

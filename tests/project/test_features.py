@@ -17,9 +17,9 @@ import torch
 from helpers import scan_here
 from torch import Tensor, nn
 
+from lowprec_check.core import messages
+from lowprec_check.core.tasks import RunTask
 from lowprec_check.engine.model.target import Target
-from lowprec_check.engine.run import messages
-from lowprec_check.engine.run.tasks import RunTask
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import ModelInfo, Run, ScanResult
 
@@ -94,8 +94,8 @@ PARTS = {"rules", "statements", "advice", "report", "diff", "command"}
 
 
 TOY = """
-from lowprec_check.engine.run.feature_hooks import Feature, Measurement
-from lowprec_check.engine.trace.observers import OpObserver
+from lowprec_check.core.feature_hooks import Feature, Measurement
+from lowprec_check.core.trace.observers import OpObserver
 
 
 class Sizes(OpObserver):
@@ -196,6 +196,15 @@ def test_a_feature_is_one_folder_and_a_quantity_of_op_calls_one_more_line(tmp_pa
 # -- How far it is from a scan to the model, and how little is sent between
 
 
+MOST_CORE_LINES, MOST_CORE_FILES = 8_000, 40
+
+
+def test_the_core_is_small_enough_to_be_read() -> None:
+    files = list((PACKAGE / "core").rglob("*.py"))
+    assert len(files) <= MOST_CORE_FILES
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= MOST_CORE_LINES
+
+
 MOST_FRAMES, MOST_MESSAGES, MOST_TYPES = 16, 8, 7
 
 
@@ -219,6 +228,7 @@ def test_few_kinds_of_messages_are_sent() -> None:
     assert len(get_args(messages.TaskMessage)) <= MOST_MESSAGES
 
 
+IN_A_SCAN = ("lowprec_check.core.", "lowprec_check.engine.")
 OF_A_RUN = {*Run.__struct_fields__, "run"}
 
 
@@ -232,7 +242,7 @@ def test_few_types_lead_from_the_options_to_a_run() -> None:
     seen: set[type] = set()
 
     def note(frame: FrameType, event: str, returned: object) -> None:
-        if event in ("call", "return") and frame.f_globals.get("__name__", "").startswith("lowprec_check.engine."):
+        if event in ("call", "return") and frame.f_globals.get("__name__", "").startswith(IN_A_SCAN):
             seen.update(map(type, (*frame.f_locals.values(), returned)))
 
     sys.setprofile(note)

@@ -22,11 +22,11 @@ from lowprec_check.catalog.aten import AtenCatalog
 from lowprec_check.catalog.names import dtype_of
 from lowprec_check.catalog.records import COMPLEX_OPERATORS
 from lowprec_check.catalog.versions import release_of
-from lowprec_check.engine.core.autocast_policies import autocast_policies
-from lowprec_check.engine.core.devices import is_available
 from lowprec_check.engine.sweep.samples import load_operators
 from lowprec_check.pytest_plugin.op_support import no_support_text, support_of
 from lowprec_check.report.coverage import RENDERERS
+from lowprec_check.torchkit.autocast_policies import autocast_policies
+from lowprec_check.torchkit.devices import is_available
 
 SUITE = """
 import unittest, warnings

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 from watched import watching
 
-from lowprec_check.engine.core.dispatch_mode import DispatchMode
+from lowprec_check.torchkit.dispatch_mode import DispatchMode
 
 X = 2 * torch.eye(4)
 

@@ -20,8 +20,8 @@ from lowprec_check import Application, FloatFormat, Precision, ScanResult, Usage
 from lowprec_check.analysis.rules.registry import known_issue
 from lowprec_check.catalog import find_fix, gaps, lookup
 from lowprec_check.catalog.names import why_not_covered
+from lowprec_check.core.trace import ops
 from lowprec_check.engine.model.prepared import application_of
-from lowprec_check.engine.trace import ops
 from lowprec_check.pytest_plugin.coverage_gate import CoverageColumn
 from lowprec_check.pytest_plugin.fixture.lowprec import Lowprec
 from lowprec_check.pytest_plugin.marker import Case, cases

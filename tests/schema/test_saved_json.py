@@ -15,7 +15,7 @@ from conftest import ROOT
 from shared_result import shared_result
 from training_result import training_result
 
-from lowprec_check.engine.machine import environment
+from lowprec_check.core.machine import environment
 from lowprec_check.report.registry import render
 from lowprec_check.schema.columns import Columns, Part
 from lowprec_check.schema.op_calls import OpCall

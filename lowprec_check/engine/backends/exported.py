@@ -8,13 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
-from lowprec_check.engine.core.installation import missing_packages
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.axes import Backend, Code, Example, UnsupportedOpsError
 from lowprec_check.schema.findings import Gap, GapKind
 from lowprec_check.schema.precisions import Precision
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import ModelInfo
+from lowprec_check.torchkit.installation import missing_packages
 
 
 def exported(model, args, kwargs):
@@ -107,8 +107,8 @@ class GraphBackend(Backend):
         """
         import torch
 
-        from lowprec_check.engine.core.devices import generator_states, kept_generators
         from lowprec_check.engine.quantize.quantized import check_in_eval_mode, quiet
+        from lowprec_check.torchkit.devices import generator_states, kept_generators
 
         check_in_eval_mode(model, self.name)
         with quiet(), torch.autocast("cpu", enabled=False):  # the exporters log what they do
@@ -154,7 +154,7 @@ class GraphBackend(Backend):
 
 def gaps_at(program: Any, ops: Iterable[str], kind: GapKind, message: str, dtype: str | None = None) -> list[Gap]:
     """A gap for each place in a graph that calls one of ``ops`` on tensors of ``dtype``."""
-    from lowprec_check.engine.core.source_location import lines_of_trace
+    from lowprec_check.torchkit.source_location import lines_of_trace
 
     # Ops that the graph has as they are, then those that it has only after decomposition.
     wanted, calls = set(ops), Counter[tuple[str, str, Any, tuple[str, ...]]]()

@@ -41,7 +41,7 @@ class FrozenInductor(Inductor):
         """The compiled model; raises ``RuntimeError`` for one in training mode."""
         import torch._inductor.config
 
-        from lowprec_check.engine.core.compiled import in_training_mode
+        from lowprec_check.torchkit.compiled import in_training_mode
 
         if in_training_mode(model):
             raise RuntimeError("a model in training mode cannot be frozen: call model.eval() in your file")

@@ -45,8 +45,8 @@ def frozen_trace(model: Any, example: Example) -> Any:
     """
     import torch
 
-    from lowprec_check.engine.core.output_comparison import same_bits
-    from lowprec_check.engine.core.pytree import map_tensors
+    from lowprec_check.torchkit.output_comparison import same_bits
+    from lowprec_check.torchkit.pytree import map_tensors
 
     # A trace calls the model: what that changes is compared with before.
     cached, before = torch.is_autocast_cache_enabled(), _state(model)
@@ -82,7 +82,7 @@ def _state(model: Any) -> dict[str, Any]:
     """What modules keep besides parameters: copies of tensors, and numbers, in their attributes."""
     import torch
 
-    from lowprec_check.engine.core.pytree import stored
+    from lowprec_check.torchkit.pytree import stored
 
     kept: dict[str, Any] = {}
     for path, module in model.named_modules():

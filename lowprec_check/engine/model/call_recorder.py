@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lowprec_check.engine.core.devices import generator_states
-from lowprec_check.engine.core.pytree import leaves, map_tensors
-from lowprec_check.engine.core.source_location import own_line
+from lowprec_check.torchkit.devices import generator_states
+from lowprec_check.torchkit.pytree import leaves, map_tensors
+from lowprec_check.torchkit.source_location import own_line
 
 _AUTOCASTS = ("cpu", "cuda", "xpu", "mps")
 NUMBERS = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__")

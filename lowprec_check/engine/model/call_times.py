@@ -6,8 +6,8 @@ import math
 import sys
 from typing import NamedTuple
 
-from lowprec_check.engine.core.compiled import compiled_frames
 from lowprec_check.process import system
+from lowprec_check.torchkit.compiled import compiled_frames
 
 
 class _Call(NamedTuple):

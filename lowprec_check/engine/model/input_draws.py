@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.devices import seed_everything
-from lowprec_check.engine.core.pytree import leaves, map_tensors
 from lowprec_check.engine.model.inputs import BatchMaker, NoBatchError
 from lowprec_check.engine.model.target import Target
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.axes import Call
 from lowprec_check.schema.backend_checks import InputChange
 from lowprec_check.schema.measures import InputKind
+from lowprec_check.torchkit.devices import seed_everything
+from lowprec_check.torchkit.pytree import leaves, map_tensors
 
 LEAST_VALUES = 8
 """A feature with at least this many values is resampled by itself, else with all other features."""

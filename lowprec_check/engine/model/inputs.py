@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from lowprec_check.engine.core.pytree import leaves, map_tensors
 from lowprec_check.engine.model.user_code import call_user_code, parameters_of, required_arguments
 from lowprec_check.errors import UsageError, first_line, message_of
+from lowprec_check.torchkit.pytree import leaves, map_tensors
 
 PASTE_INPUTS = """Add to the file (a tensor, a tuple, a dict of keyword arguments, or a function that returns one):
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from lowprec_check.engine.core.source_location import show_file
 from lowprec_check.process import system
 from lowprec_check.process.process_group import GUARDIAN
+from lowprec_check.torchkit.source_location import show_file
 
 
 @contextlib.contextmanager

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowprec_check.engine.core.pytree import leaves, map_tensors
-from lowprec_check.engine.core.source_location import call_recorded
 from lowprec_check.engine.model.call_recorder import NUMBERS, Node, UnrepeatableError, autocasts_now, version_of
 from lowprec_check.errors import UsageError
+from lowprec_check.torchkit.pytree import leaves, map_tensors
+from lowprec_check.torchkit.source_location import call_recorded
 
 
 class Backward(NamedTuple):

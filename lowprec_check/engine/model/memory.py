@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowprec_check.engine.core import devices
-from lowprec_check.engine.core.compiled import compiled_code_in_eager
-from lowprec_check.engine.core.devices import seed_everything
-from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, run_op
-from lowprec_check.engine.core.pytree import leaves, stored
-from lowprec_check.engine.core.source_location import call_model
 from lowprec_check.engine.model.prepared import Prepared
+from lowprec_check.torchkit import devices
+from lowprec_check.torchkit.compiled import compiled_code_in_eager
+from lowprec_check.torchkit.devices import seed_everything
+from lowprec_check.torchkit.dispatch_mode import AutocastKeys, DispatchMode, run_op
+from lowprec_check.torchkit.pytree import leaves, stored
+from lowprec_check.torchkit.source_location import call_model
 
 # -- The peak of a call: reported by the allocator of an accelerator, or counted from live storages
 

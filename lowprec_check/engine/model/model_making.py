@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lowprec_check.engine.core.source_location import PACKAGE, is_user_code
 from lowprec_check.engine.model.rest_of_code import UNKNOWN, RestOfCode, is_module, repeats_in_comprehension, root_of
 from lowprec_check.engine.model.user_code import bound_names, statements_of
+from lowprec_check.torchkit.source_location import PACKAGE, is_user_code
 
 _ADDS_A_PART = ("add_module", "register_module", "append", "insert", "extend")
 """Methods of modules that take another one in."""

@@ -18,9 +18,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lowprec_check.engine.core.devices import generator_restorers
-from lowprec_check.engine.core.pytree import leaves, map_tensors
-from lowprec_check.engine.core.source_location import own_line
 from lowprec_check.engine.model.call_recorder import CallRecorder, Node, UnrepeatableError
 from lowprec_check.engine.model.kept_files import replaced
 from lowprec_check.engine.model.loss_program import Backward, Phase, Program, copy_of
@@ -29,6 +26,9 @@ from lowprec_check.engine.model.optimizer_like import Clip, settings_of, takes_c
 from lowprec_check.engine.model.snapshot import saved_tensor
 from lowprec_check.errors import message_of
 from lowprec_check.process import system
+from lowprec_check.torchkit.devices import generator_restorers
+from lowprec_check.torchkit.pytree import leaves, map_tensors
+from lowprec_check.torchkit.source_location import own_line
 
 _FRAMEWORKS = ("transformers.trainer", "lightning", "pytorch_lightning", "accelerate")
 """What trains: how names of modules start that call ``backward()``."""

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lowprec_check.engine.core.devices import kept_generators
-from lowprec_check.engine.core.output_comparison import same_values
-from lowprec_check.engine.core.pytree import map_tensors
 from lowprec_check.engine.model.call_recorder import Node, UnrepeatableError
 from lowprec_check.engine.model.loss_program import Backward, Phase, Program, copy_of
 from lowprec_check.engine.model.optimizer_like import Clip, OptimizerLike, OptimizersLike, Settings
 from lowprec_check.engine.model.snapshot import restore_tensor
 from lowprec_check.errors import UsageError
+from lowprec_check.torchkit.devices import kept_generators
+from lowprec_check.torchkit.output_comparison import same_values
+from lowprec_check.torchkit.pytree import map_tensors
 
 SAME_LOSS = 1e-3
 """The part of the largest loss by which two may differ that are the same but for rounding."""

@@ -15,19 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from lowprec_check.engine.core import devices
-from lowprec_check.engine.core.compiled import compiled_code_in_eager, compiled_frames
-from lowprec_check.engine.core.devices import generator_states, seed_everything
-from lowprec_check.engine.core.floating_dtypes import NARROW, is_float
-from lowprec_check.engine.core.output_comparison import NOTHING, OutputComparison, compare_outputs, is_zero
-from lowprec_check.engine.core.pytree import leaves
-from lowprec_check.engine.core.source_location import (
-    call_model,
-    is_own_file,
-    module_names,
-    show_line,
-    traceback_lines,
-)
 from lowprec_check.engine.model.call_times import CallTimes
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.run_so_far import RunSoFar
@@ -37,6 +24,19 @@ from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.errors import UsageError, first_line, message_of, text_of, type_name
 from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.verdict import ExceptionInfo, Status
+from lowprec_check.torchkit import devices
+from lowprec_check.torchkit.compiled import compiled_code_in_eager, compiled_frames
+from lowprec_check.torchkit.devices import generator_states, seed_everything
+from lowprec_check.torchkit.floating_dtypes import NARROW, is_float
+from lowprec_check.torchkit.output_comparison import NOTHING, OutputComparison, compare_outputs, is_zero
+from lowprec_check.torchkit.pytree import leaves
+from lowprec_check.torchkit.source_location import (
+    call_model,
+    is_own_file,
+    module_names,
+    show_line,
+    traceback_lines,
+)
 
 COMPARED_CALLS = 3
 """Calls in a row whose outputs are compared: a model may fail or drift after its first call."""

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lowprec_check.engine.core.floating_dtypes import NARROW, torch_dtype
-from lowprec_check.engine.core.pytree import leaves, map_tensors
-from lowprec_check.engine.core.source_location import traceback_line
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.errors import UsageError, message_of, type_name
 from lowprec_check.schema.precisions import BF16, FP16, Precision
 from lowprec_check.schema.run_key import CONTIGUOUS, MemoryFormat
+from lowprec_check.torchkit.floating_dtypes import NARROW, torch_dtype
+from lowprec_check.torchkit.pytree import leaves, map_tensors
+from lowprec_check.torchkit.source_location import traceback_line
 
 IMAGE_DIMENSIONS = 4
 """Of the tensors that a memory format applies to."""

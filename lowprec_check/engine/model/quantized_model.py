@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowprec_check.engine.core.devices import kept_generators
 from lowprec_check.engine.model.prepared import application_of
 from lowprec_check.engine.model.target import Calibration, make_target
 from lowprec_check.engine.quantize import library
@@ -16,6 +15,7 @@ from lowprec_check.engine.quantize.quantized import Quantized
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.axes import BACKENDS
 from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.torchkit.devices import kept_generators
 
 _BACKEND = "int8"
 _PRECISION = "lowprec_check_precision"

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from lowprec_check.engine.core.pytree import attributes_of
-from lowprec_check.engine.core.source_location import is_own_file
 from lowprec_check.engine.model.user_code import parsing
+from lowprec_check.torchkit.pytree import attributes_of
+from lowprec_check.torchkit.source_location import is_own_file
 
 Node = TypeVar("Node", bound=ast.AST)
 

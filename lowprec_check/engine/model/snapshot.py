@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowprec_check.engine.core.devices import generator_restorers
-from lowprec_check.engine.core.pytree import attributes_of, slots_of, wrapped_in
-from lowprec_check.engine.core.tensor_comparison import is_dense
 from lowprec_check.errors import message_of, type_name
+from lowprec_check.torchkit.devices import generator_restorers
+from lowprec_check.torchkit.pytree import attributes_of, slots_of, wrapped_in
+from lowprec_check.torchkit.tensor_comparison import is_dense
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 

@@ -27,11 +27,11 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
-from lowprec_check.engine.core.source_location import is_own_file
 from lowprec_check.engine.model.call_recorder import version_of
 from lowprec_check.engine.model.safetensors_files import Saved, saved_tensors
 from lowprec_check.engine.model.weight_uploads import WeightUploads, reads_ahead
 from lowprec_check.errors import UsageError
+from lowprec_check.torchkit.source_location import is_own_file
 
 HELD_BYTES = 256 << 20
 """Weights that are kept after their last use, in bytes; at least one is."""

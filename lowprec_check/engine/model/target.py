@@ -13,11 +13,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
-from lowprec_check.engine.core.compiled import in_training_mode
-from lowprec_check.engine.core.devices import kept_generators
-from lowprec_check.engine.core.output_comparison import same_values
-from lowprec_check.engine.core.pytree import leaves
-from lowprec_check.engine.core.source_location import own_line, traceback_line
 from lowprec_check.engine.model import torchvision_ops
 from lowprec_check.engine.model.inputs import BatchMaker, NoBatchError, as_call, call_code, is_function, take_batch
 from lowprec_check.engine.model.observed_training import ObservedTraining
@@ -28,6 +23,11 @@ from lowprec_check.engine.model.user_code import call_function, call_user_code, 
 from lowprec_check.errors import UsageError, message_of, type_name
 from lowprec_check.schema.axes import Call
 from lowprec_check.schema.scan_result import WeightsOrigin
+from lowprec_check.torchkit.compiled import in_training_mode
+from lowprec_check.torchkit.devices import kept_generators
+from lowprec_check.torchkit.output_comparison import same_values
+from lowprec_check.torchkit.pytree import leaves
+from lowprec_check.torchkit.source_location import own_line, traceback_line
 
 IN_TRAINING_MODE = (
     "the model is in training mode: for inference, call model.eval() in your file; to scan training, add --train"

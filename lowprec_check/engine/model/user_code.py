@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from lowprec_check.engine.core.devices import says_device_is_absent
-from lowprec_check.engine.core.source_location import is_own_file, is_user_code, show_file, show_line
 from lowprec_check.errors import Terminated, UsageError, message_of, text_of, type_name
 from lowprec_check.process.fork_lock import ForkLock
 from lowprec_check.process.function_worker import end_if_forked, in_worker
+from lowprec_check.torchkit.devices import says_device_is_absent
+from lowprec_check.torchkit.source_location import is_own_file, is_user_code, show_file, show_line
 
 T = TypeVar("T")
 

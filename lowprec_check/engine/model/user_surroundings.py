@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.utils import _python_dispatch as dispatch_modes
 
-from lowprec_check.engine.core.source_location import is_own_file
 from lowprec_check.engine.model.call_recorder import autocasts_now, function_modes, set_function_modes
 from lowprec_check.engine.model.kept_files import replaced
+from lowprec_check.torchkit.source_location import is_own_file
 
 _PROGRESS = {"rich.live": "stop", "tqdm._monitor": "exit"}
 """How to end threads that redraw progress bars, by the module of their class."""

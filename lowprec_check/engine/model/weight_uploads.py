@@ -7,8 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.devices import module_of
 from lowprec_check.engine.model.safetensors_files import Saved
+from lowprec_check.torchkit.devices import module_of
 
 _READERS, _PART_BYTES = 4, 64 << 20
 """Threads that read for an accelerator, and bytes of a weight that one reads at a time."""

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.nn.parameter import is_lazy
 
-from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, run_op
-from lowprec_check.engine.core.pytree import map_tensors
-from lowprec_check.engine.core.source_location import call_model
 from lowprec_check.engine.model.safetensors_files import saved_tensors
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.streamed_weights import stream_weights
 from lowprec_check.engine.model.target import Target
 from lowprec_check.errors import UsageError, first_line, message_of, type_name
 from lowprec_check.schema.statements import counted
+from lowprec_check.torchkit.dispatch_mode import AutocastKeys, DispatchMode, run_op
+from lowprec_check.torchkit.pytree import map_tensors
+from lowprec_check.torchkit.source_location import call_model
 
 # -- A state dict from a file: tensors only, no code in the file is run
 

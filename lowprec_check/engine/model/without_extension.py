@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from lowprec_check.catalog.versions import installed_version
-from lowprec_check.engine.core.installation import IPEX, extension_problem, prepack_problem
-from lowprec_check.engine.core.source_location import is_own_file, own_line
 from lowprec_check.engine.model.kept_files import replaced
 from lowprec_check.engine.model.rest_of_code import source_tree
+from lowprec_check.torchkit.installation import IPEX, extension_problem, prepack_problem
+from lowprec_check.torchkit.source_location import is_own_file, own_line
 
 _MODULE = "intel_extension_for_pytorch"
 _LLM = f"{_MODULE}.llm"

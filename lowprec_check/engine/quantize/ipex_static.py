@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowprec_check.engine.core.devices import seed_everything
-from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, run_op
 from lowprec_check.engine.quantize.quantized import Calibration, SquaredError, nothing_to_quantize, quiet
 from lowprec_check.errors import UsageError, encodable, message_of, type_name
 from lowprec_check.schema.axes import Call
 from lowprec_check.schema.measures import LayerError
+from lowprec_check.torchkit.devices import seed_everything
+from lowprec_check.torchkit.dispatch_mode import AutocastKeys, DispatchMode, run_op
 
 # -- The error of each layer that Intel's extension quantized against the same layer in fp32
 #

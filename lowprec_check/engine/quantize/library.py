@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Literal
 
 from lowprec_check.analysis.snippet import conversion_of, convert_nested
 from lowprec_check.catalog.versions import installed_version
-from lowprec_check.engine.core.installation import extension_problem, minor_version
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.axes import Call, Code
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import ModelInfo
+from lowprec_check.torchkit.installation import extension_problem, minor_version
 
 if TYPE_CHECKING:
     from torch import nn

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from lowprec_check.engine.core.compiled import in_training_mode
 from lowprec_check.errors import UsageError, type_name
 from lowprec_check.schema.axes import Call
 from lowprec_check.schema.measures import LayerError
+from lowprec_check.torchkit.compiled import in_training_mode
 
 # -- Hides what the quantization libraries print: kernels that they cannot load, deprecations
 

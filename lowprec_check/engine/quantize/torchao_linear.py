@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowprec_check.engine.core.devices import seed_everything
-from lowprec_check.engine.core.pytree import map_tensors
 from lowprec_check.engine.quantize.quantized import Calibration, SquaredError, nothing_to_quantize, quiet
 from lowprec_check.schema.axes import Call
 from lowprec_check.schema.measures import LayerError
+from lowprec_check.torchkit.devices import seed_everything
+from lowprec_check.torchkit.pytree import map_tensors
 
 
 def quantize_linear(model: nn.Module, config: str, calibration: Calibration | None, *, freezes: bool) -> Any:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
-from lowprec_check.engine.core.devices import seed_everything
-from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.quantize.quantized import Calibration, SquaredError, nothing_to_quantize, quiet
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.axes import Call
 from lowprec_check.schema.measures import LayerError
+from lowprec_check.torchkit.devices import seed_everything
+from lowprec_check.torchkit.pytree import leaves
 
 
 def quantize_with_torchao(model: nn.Module, example: Call, calibration: Calibration) -> TorchaoModel:

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from lowprec_check.catalog.records import Mode
-from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, run_op
-from lowprec_check.engine.core.floating_dtypes import is_float, widen
-from lowprec_check.engine.core.pytree import leaves, map_tensors
 from lowprec_check.engine.sweep.failures import DEVICE_LOST, Raised
 from lowprec_check.engine.sweep.samples import Sample
 from lowprec_check.errors import message_of, type_name
+from lowprec_check.torchkit.dispatch_mode import AutocastKeys, DispatchMode, run_op
+from lowprec_check.torchkit.floating_dtypes import is_float, widen
+from lowprec_check.torchkit.pytree import leaves, map_tensors
 
 SEED = 0
 """Seed of every call, so that an operator that draws random numbers always draws the same."""

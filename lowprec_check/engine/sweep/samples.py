@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.sweep.failures import COUNTS, POWERS, Features
 from lowprec_check.errors import UsageError, message_of
+from lowprec_check.torchkit.pytree import leaves
 
 MAX_GENERATED = 256
 """Maximum number of samples taken from OpInfo; some operators have thousands."""

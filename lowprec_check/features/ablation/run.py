@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from lowprec_check.analysis.error_shares import blamed_modules
-from lowprec_check.engine.run.feature_hooks import Feature
-from lowprec_check.engine.run.target_runs import TargetRuns
+from lowprec_check.core.feature_hooks import Feature
+from lowprec_check.core.target_runs import TargetRuns
 from lowprec_check.schema.measures import Ablation
 from lowprec_check.schema.scan_result import Run
 

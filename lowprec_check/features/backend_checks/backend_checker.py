@@ -10,17 +10,12 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from lowprec_check.engine.core.compiled import compiled_code_in_eager, graph_breaks
-from lowprec_check.engine.core.devices import seed_everything
-from lowprec_check.engine.core.output_comparison import is_finite
-from lowprec_check.engine.core.pytree import leaves
-from lowprec_check.engine.core.source_location import call_model, is_user_code, show_line
+from lowprec_check.core.plain_part import RANDOM, SLOW
+from lowprec_check.core.preparation import in_eager_mode
 from lowprec_check.engine.model.input_draws import changed_inputs
 from lowprec_check.engine.model.plain_run import describe_error, judge, with_verdict
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.run_so_far import RunSoFar
-from lowprec_check.engine.run.plain_part import RANDOM, SLOW
-from lowprec_check.engine.run.preparation import in_eager_mode
 from lowprec_check.errors import text_of
 from lowprec_check.features.backend_checks.compiler_checker import (
     MORE_CALLS,
@@ -32,6 +27,11 @@ from lowprec_check.features.backend_checks.compiler_checker import (
 from lowprec_check.process import system
 from lowprec_check.schema.axes import Call
 from lowprec_check.schema.backend_checks import BackendCheck, ChangedInputs, CompilerRemark, InputChange, StateChanged
+from lowprec_check.torchkit.compiled import compiled_code_in_eager, graph_breaks
+from lowprec_check.torchkit.devices import seed_everything
+from lowprec_check.torchkit.output_comparison import is_finite
+from lowprec_check.torchkit.pytree import leaves
+from lowprec_check.torchkit.source_location import call_model, is_user_code, show_line
 
 SHARE = 0.25
 """The part of the budget of a call after which no more changed inputs are tried."""

@@ -13,20 +13,20 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.compiled import compiled_code_in_eager, forget_compiled
-from lowprec_check.engine.core.floating_dtypes import as_real, is_float
-from lowprec_check.engine.core.pytree import map_tensors
+from lowprec_check.core.preparation import in_eager_mode, on_backend
+from lowprec_check.core.tasks import ModelTask
 from lowprec_check.engine.model.plain_run import output_tensors, run_once
 from lowprec_check.engine.model.prepared import Prepared, prepared
 from lowprec_check.engine.model.target import Target
-from lowprec_check.engine.run.preparation import in_eager_mode, on_backend
-from lowprec_check.engine.run.tasks import ModelTask
 from lowprec_check.process import system
 from lowprec_check.process.process_group import GUARDIAN
 from lowprec_check.schema.axes import Call
 from lowprec_check.schema.backend_checks import FACTOR, CompilerCheck, CompilerVerdict
 from lowprec_check.schema.precisions import FP32, FP64, Precision
 from lowprec_check.schema.run_key import EAGER
+from lowprec_check.torchkit.compiled import compiled_code_in_eager, forget_compiled
+from lowprec_check.torchkit.floating_dtypes import as_real, is_float
+from lowprec_check.torchkit.pytree import map_tensors
 
 SLACK = 0.1
 """An error of this share of the tolerance is harmless, however small eager's is."""

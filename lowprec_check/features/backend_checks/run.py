@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from lowprec_check.engine.run.feature_hooks import Feature, Measurement
-from lowprec_check.engine.run.messages import Started
-from lowprec_check.engine.run.plain_part import SLOW, PlainPart
-from lowprec_check.engine.run.preparation import OnBackend
+from lowprec_check.core.feature_hooks import Feature, Measurement
+from lowprec_check.core.messages import Started
+from lowprec_check.core.plain_part import SLOW, PlainPart
+from lowprec_check.core.preparation import OnBackend
 from lowprec_check.features.backend_checks.backend_checker import BackendChecker
 from lowprec_check.features.backend_checks.compiler_checker import CompilerChecker
 from lowprec_check.schema.axes import BACKENDS

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.floating_dtypes import is_float, is_narrow, rounding_of
-from lowprec_check.engine.core.tensor_comparison import CHUNK, is_dense
-from lowprec_check.engine.trace.dispatched_call import DispatchedCall
+from lowprec_check.core.trace.dispatched_call import DispatchedCall
 from lowprec_check.features.error_budget.error_tape import COMPACT, AddedErrors
+from lowprec_check.torchkit.floating_dtypes import is_float, is_narrow, rounding_of
+from lowprec_check.torchkit.tensor_comparison import CHUNK, is_dense
 
 
 def added_errors(

@@ -11,15 +11,15 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.floating_dtypes import is_float
-from lowprec_check.engine.core.tensor_comparison import ratio
-from lowprec_check.engine.trace.returned import Returned
-from lowprec_check.engine.trace.twins import Twins
+from lowprec_check.core.trace.returned import Returned
+from lowprec_check.core.trace.twins import Twins
 from lowprec_check.features.error_budget.error_tape import ErrorTape, squares
 from lowprec_check.features.error_budget.kept_modules import Kept, KeptModules
 from lowprec_check.schema.measures import ErrorBudget, ModuleShare, Share
 from lowprec_check.schema.module_paths import paths_above
 from lowprec_check.schema.op_calls import OpCall
+from lowprec_check.torchkit.floating_dtypes import is_float
+from lowprec_check.torchkit.tensor_comparison import ratio
 
 PROBES = 1  # random directions in which errors are followed, beside that of the output's own error
 

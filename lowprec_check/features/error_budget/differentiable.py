@@ -11,13 +11,13 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.nn import functional
 
-from lowprec_check.engine.trace.dispatched_call import (
+from lowprec_check.core.trace.dispatched_call import (
     DispatchedCall,
     attention_by_any_kernel,
     named_arguments,
     run_wide,
 )
-from lowprec_check.engine.trace.ops import Args, Kwargs, outputs_of
+from lowprec_check.core.trace.ops import Args, Kwargs, outputs_of
 
 # A replacement counts only if its results are this close to the op's, relative to the largest.
 _CLOSE = 1e-4

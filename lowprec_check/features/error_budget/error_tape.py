@@ -18,16 +18,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.devices import MemoryLimit
-from lowprec_check.engine.core.floating_dtypes import is_float, is_narrow, rounding_of
-from lowprec_check.engine.core.tensor_comparison import CHUNK, Norm
-from lowprec_check.engine.trace.dispatched_call import DispatchedCall
-from lowprec_check.engine.trace.lockstep import Leaf, Lockstep, ReferenceOps
-from lowprec_check.engine.trace.ops import Args, Kwargs
-from lowprec_check.engine.trace.twins import Twin, Twins
+from lowprec_check.core.trace.dispatched_call import DispatchedCall
+from lowprec_check.core.trace.lockstep import Leaf, Lockstep, ReferenceOps
+from lowprec_check.core.trace.ops import Args, Kwargs
+from lowprec_check.core.trace.twins import Twin, Twins
 from lowprec_check.features.error_budget.differentiable import run_differentiable
 from lowprec_check.features.error_budget.gradient_buffers import GradientBuffers, Part, pulled_back
 from lowprec_check.schema.op_calls import OpCall
+from lowprec_check.torchkit.devices import MemoryLimit
+from lowprec_check.torchkit.floating_dtypes import is_float, is_narrow, rounding_of
+from lowprec_check.torchkit.tensor_comparison import CHUNK, Norm
 
 COMPACT = torch.bfloat16  # the dtype in which the tape stores errors
 

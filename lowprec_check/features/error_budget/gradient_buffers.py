@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 
-from lowprec_check.engine.trace.twins import may_overlap
+from lowprec_check.core.trace.twins import may_overlap
 
 
 class GradientBuffers:

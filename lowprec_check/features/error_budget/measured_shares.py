@@ -9,16 +9,16 @@ from collections import defaultdict
 import msgspec
 
 from lowprec_check.analysis.error_shares import is_trusted
-from lowprec_check.engine.core.floating_dtypes import is_float
-from lowprec_check.engine.core.output_comparison import compare_outputs
+from lowprec_check.core.feature_hooks import Explained
+from lowprec_check.core.plain_part import Fp32Outputs
+from lowprec_check.core.preparation import in_eager_mode, prepared_for
 from lowprec_check.engine.model.plain_run import output_tensors, run_once
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.user_code import reraise_interrupt
-from lowprec_check.engine.run.feature_hooks import Explained
-from lowprec_check.engine.run.plain_part import Fp32Outputs
-from lowprec_check.engine.run.preparation import in_eager_mode, prepared_for
 from lowprec_check.process import system
 from lowprec_check.schema.measures import MATTERS, ErrorBudget
+from lowprec_check.torchkit.floating_dtypes import is_float
+from lowprec_check.torchkit.output_comparison import compare_outputs
 
 SECONDS, SHARE = 0.2, 0.1
 """Time for them: seconds in which the thread runs, and a share of the instrumented part's time."""

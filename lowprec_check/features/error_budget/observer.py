@@ -9,19 +9,19 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from lowprec_check.engine.core.devices import MemoryLimit
-from lowprec_check.engine.core.floating_dtypes import is_float
-from lowprec_check.engine.trace.dispatched_call import DispatchedCall, run_wide
-from lowprec_check.engine.trace.observers import End, OpObserver, Pass
-from lowprec_check.engine.trace.op_errors import widened_arguments
-from lowprec_check.engine.trace.ops import Args, Kwargs
-from lowprec_check.engine.trace.twins import Twins
+from lowprec_check.core.trace.dispatched_call import DispatchedCall, run_wide
+from lowprec_check.core.trace.observers import End, OpObserver, Pass
+from lowprec_check.core.trace.op_errors import widened_arguments
+from lowprec_check.core.trace.ops import Args, Kwargs
+from lowprec_check.core.trace.twins import Twins
 from lowprec_check.errors import first_line, message_of, type_name
 from lowprec_check.features.error_budget.added_errors import added_errors
 from lowprec_check.features.error_budget.budget import error_budget
 from lowprec_check.features.error_budget.error_tape import ErrorTape
 from lowprec_check.schema.measures import ErrorBudget
 from lowprec_check.schema.op_calls import OpCall
+from lowprec_check.torchkit.devices import MemoryLimit
+from lowprec_check.torchkit.floating_dtypes import is_float
 
 
 class BudgetObserver(OpObserver):

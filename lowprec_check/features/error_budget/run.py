@@ -6,14 +6,14 @@ import functools
 
 import torch
 
-from lowprec_check.engine.core.devices import MemoryLimit, free_memory
-from lowprec_check.engine.run.feature_hooks import Explained, Feature
-from lowprec_check.engine.run.memory_limits import Allowance
-from lowprec_check.engine.run.plain_part import Fp32Outputs
-from lowprec_check.engine.run.tasks import RunTask
-from lowprec_check.engine.trace.observers import MakeObserver
+from lowprec_check.core.feature_hooks import Explained, Feature
+from lowprec_check.core.memory_limits import Allowance
+from lowprec_check.core.plain_part import Fp32Outputs
+from lowprec_check.core.tasks import RunTask
+from lowprec_check.core.trace.observers import MakeObserver
 from lowprec_check.features.error_budget.measured_shares import measure_shares
 from lowprec_check.features.error_budget.observer import BudgetObserver
+from lowprec_check.torchkit.devices import MemoryLimit, free_memory
 
 
 class Budget(Feature):

@@ -42,7 +42,7 @@ from lowprec_check.schema.base import check_file, encode, write_file
 from lowprec_check.schema.options import OUTPUT, RUN, FixOptions, declared_in
 
 if TYPE_CHECKING:
-    from lowprec_check.engine.run.target_spec import OnProgress, TargetSpec
+    from lowprec_check.engine.model.target_spec import OnProgress, TargetSpec
     from lowprec_check.features.fix.source_text import SourceText
     from lowprec_check.process import Isolation as ProcessIsolation
     from lowprec_check.schema.fixing import Fixing
@@ -107,7 +107,7 @@ def fix(
     if scanned is not None:
         earlier = load_result(scanned)
     with stdout_kept(), progress(quiet) as display:
-        from lowprec_check.engine.run.target_spec import TargetSpec
+        from lowprec_check.engine.model.target_spec import TargetSpec
 
         spec = TargetSpec(target, tuple(inputs or ()), weights, arguments=script_arguments(context))
         if earlier is not None:

@@ -19,9 +19,9 @@ import msgspec
 
 from lowprec_check.analysis.conclusion import conclude
 from lowprec_check.analysis.statements.kinds import statements
-from lowprec_check.engine.machine import version
-from lowprec_check.engine.run.target_spec import OnProgress, TargetSpec
-from lowprec_check.engine.session import scan_file
+from lowprec_check.core.machine import version
+from lowprec_check.core.session import scan_file
+from lowprec_check.engine.model.target_spec import OnProgress, TargetSpec
 from lowprec_check.errors import ProcessLostError, UsageError
 from lowprec_check.features.fix.chosen import (
     Chosen,

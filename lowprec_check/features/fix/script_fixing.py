@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lowprec_check.engine.machine import version
-from lowprec_check.engine.run.target_spec import OnProgress, TargetSpec
+from lowprec_check.core.machine import version
+from lowprec_check.engine.model.target_spec import OnProgress, TargetSpec
 from lowprec_check.errors import ProcessLostError, UsageError
 from lowprec_check.features.fix.chosen import change_of, shown_path
 from lowprec_check.features.fix.fix_sites import OwnFiles, Sites

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lowprec_check.engine.core.devices import seed_everything
-from lowprec_check.engine.core.floating_dtypes import NARROW
-from lowprec_check.engine.core.source_location import is_own_file, source_lines
 from lowprec_check.engine.model.kept_files import replaced
 from lowprec_check.engine.model.observed_step import SECONDS, ThreadObserver, framework_of
 from lowprec_check.engine.model.user_module import run_script
 from lowprec_check.engine.model.without_extension import without_extension
 from lowprec_check.features.fix.seen_values import ScriptFacts, ScriptPlace
 from lowprec_check.process import system
+from lowprec_check.torchkit.devices import seed_everything
+from lowprec_check.torchkit.floating_dtypes import NARROW
+from lowprec_check.torchkit.source_location import is_own_file, source_lines
 
 Weights = list[tuple[Tensor, Tensor]]
 """Before and after the steps."""

@@ -16,23 +16,17 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.floating_dtypes import torch_dtype
-from lowprec_check.engine.core.output_comparison import digest_of
-from lowprec_check.engine.core.pytree import leaves
-from lowprec_check.engine.core.source_location import is_own_file
-from lowprec_check.engine.core.tensor_comparison import ratio
-from lowprec_check.engine.machine import Machine
+from lowprec_check.core.machine import Machine
+from lowprec_check.core.preparation import on_device
+from lowprec_check.core.session import Grow, Session
+from lowprec_check.core.target_runs import open_runs
 from lowprec_check.engine.model.plain_run import judge, output_tensors, run_once
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.model.streamed_weights import is_in_memory
 from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.model.target_source import TargetSource
+from lowprec_check.engine.model.target_spec import TargetSpec
 from lowprec_check.engine.model.user_code import reraise_interrupt
-from lowprec_check.engine.run.isolation import isolated, isolation_on
-from lowprec_check.engine.run.preparation import on_device
-from lowprec_check.engine.run.target_runs import open_runs
-from lowprec_check.engine.run.target_source import TargetSource
-from lowprec_check.engine.run.target_spec import TargetSpec
-from lowprec_check.engine.session import Grow, Session
 from lowprec_check.features.fix.fix_sites import fails
 from lowprec_check.features.fix.script_steps import made_steps
 from lowprec_check.features.fix.seen_values import Places, ScriptFacts, SourceTrial
@@ -42,6 +36,12 @@ from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import REFERENCE
 from lowprec_check.schema.scan_result import Run
+from lowprec_check.torchkit.floating_dtypes import torch_dtype
+from lowprec_check.torchkit.isolation import isolated, isolation_on
+from lowprec_check.torchkit.output_comparison import digest_of
+from lowprec_check.torchkit.pytree import leaves
+from lowprec_check.torchkit.source_location import is_own_file
+from lowprec_check.torchkit.tensor_comparison import ratio
 
 NEAR = 0.3  # the part of the tolerance from which on the rounding of buffers may be why a run fails
 Goal = Literal["glance", "step", "proof"]

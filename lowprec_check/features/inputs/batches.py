@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from lowprec_check.analysis.run_summary import error_of, never_called, ranges_of
-from lowprec_check.engine.run.target_runs import TargetRuns
+from lowprec_check.core.target_runs import TargetRuns
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.scan_result import Run
 

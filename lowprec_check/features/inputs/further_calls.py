@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import msgspec
 from torch import Tensor
 
-from lowprec_check.engine.core.output_comparison import is_finite
+from lowprec_check.core.plain_part import RANDOM, SLOW
+from lowprec_check.core.tasks import RunTask
 from lowprec_check.engine.model.input_draws import further_draws, with_values
 from lowprec_check.engine.model.plain_run import (
     ModuleOutput,
@@ -24,11 +25,10 @@ from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_code import reraise_interrupt
-from lowprec_check.engine.run.plain_part import RANDOM, SLOW
-from lowprec_check.engine.run.tasks import RunTask
 from lowprec_check.process import system
 from lowprec_check.process.function_worker import in_worker
 from lowprec_check.schema.measures import InputKind, InputsTried
+from lowprec_check.torchkit.output_comparison import is_finite
 
 MOST, MOST_NEAR = 16, 64
 """Further inputs tried by default; the second number if the error is near the tolerance on some."""

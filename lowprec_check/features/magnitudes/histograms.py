@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.floating_dtypes import as_real
-from lowprec_check.engine.core.tensor_comparison import is_dense
 from lowprec_check.schema.measures import SAMPLE, ModuleMagnitudes
 from lowprec_check.schema.module_paths import module_around
+from lowprec_check.torchkit.floating_dtypes import as_real
+from lowprec_check.torchkit.tensor_comparison import is_dense
 
 LOWEST = -149  # the exponent of the smallest fp32 number, that of the first bucket
 

@@ -7,15 +7,15 @@ from typing import Any
 
 from torch import Tensor
 
-from lowprec_check.engine.core.floating_dtypes import is_float
-from lowprec_check.engine.run.feature_hooks import Feature
-from lowprec_check.engine.run.memory_limits import Allowance
-from lowprec_check.engine.run.tasks import RunTask
-from lowprec_check.engine.trace.dispatched_call import DispatchedCall
-from lowprec_check.engine.trace.observers import End, MakeObserver, OpObserver, Pass
-from lowprec_check.engine.trace.ops import COPIES
+from lowprec_check.core.feature_hooks import Feature
+from lowprec_check.core.memory_limits import Allowance
+from lowprec_check.core.tasks import RunTask
+from lowprec_check.core.trace.dispatched_call import DispatchedCall
+from lowprec_check.core.trace.observers import End, MakeObserver, OpObserver, Pass
+from lowprec_check.core.trace.ops import COPIES
 from lowprec_check.features.magnitudes.histograms import MagnitudeSamples
 from lowprec_check.schema.op_calls import OpCall
+from lowprec_check.torchkit.floating_dtypes import is_float
 
 
 class MagnitudeObserver(OpObserver):

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from lowprec_check.engine.core.pytree import map_tensors
+from lowprec_check.core.feature_hooks import Feature, Measurement
+from lowprec_check.core.plain_part import PlainPart
+from lowprec_check.core.preparation import OnBackend
 from lowprec_check.engine.model.prepared import Prepared
-from lowprec_check.engine.run.feature_hooks import Feature, Measurement
-from lowprec_check.engine.run.plain_part import PlainPart
-from lowprec_check.engine.run.preparation import OnBackend
+from lowprec_check.torchkit.pytree import map_tensors
 
 
 def compute_metric(part: PlainPart) -> None:

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.floating_dtypes import is_float, widen, widened_dtype
-from lowprec_check.engine.core.tensor_comparison import nonfinite_unlike
-from lowprec_check.engine.trace.dispatched_call import DispatchedCall, run_wide
-from lowprec_check.engine.trace.observers import End, OpObserver, Pass
-from lowprec_check.engine.trace.ops import map_args
-from lowprec_check.engine.trace.twins import region_of
+from lowprec_check.core.trace.dispatched_call import DispatchedCall, run_wide
+from lowprec_check.core.trace.observers import End, OpObserver, Pass
+from lowprec_check.core.trace.ops import map_args
+from lowprec_check.core.trace.twins import region_of
 from lowprec_check.schema.op_calls import OpCall
+from lowprec_check.torchkit.floating_dtypes import is_float, widen, widened_dtype
+from lowprec_check.torchkit.tensor_comparison import nonfinite_unlike
 
 MOST_ORIGINS = 16  # places that are told apart; those after them count as one
 

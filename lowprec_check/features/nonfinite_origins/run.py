@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lowprec_check.engine.run.feature_hooks import Feature
-from lowprec_check.engine.run.memory_limits import Allowance
-from lowprec_check.engine.run.tasks import RunTask
-from lowprec_check.engine.trace.observers import MakeObserver, OpObserver, Pass
+from lowprec_check.core.feature_hooks import Feature
+from lowprec_check.core.memory_limits import Allowance
+from lowprec_check.core.tasks import RunTask
+from lowprec_check.core.trace.observers import MakeObserver, OpObserver, Pass
 from lowprec_check.features.nonfinite_origins.origins import NonfiniteOrigins
 
 

@@ -57,7 +57,7 @@ def plan(
     """
     check_writable(save, "--save")
     with stdout_kept(), progress(quiet) as display:
-        from lowprec_check.engine.run.target_spec import TargetSpec
+        from lowprec_check.engine.model.target_spec import TargetSpec
         from lowprec_check.features.plan.plan_file import plan_file
 
         spec = TargetSpec(target, tuple(inputs or ()), weights, stream, arguments=script_arguments(context))

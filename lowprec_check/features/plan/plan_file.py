@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from lowprec_check.engine.run.target_spec import OnProgress, TargetSpec
-from lowprec_check.engine.session import Session
+from lowprec_check.core.session import Session
+from lowprec_check.engine.model.target_spec import OnProgress, TargetSpec
 from lowprec_check.process import Isolation
 from lowprec_check.schema.options import PlanOptions
 from lowprec_check.schema.plan import Planning
 
 if TYPE_CHECKING:
-    from lowprec_check.engine.run.target_source import TargetSource
+    from lowprec_check.engine.model.target_source import TargetSource
 
 
 def plan_file(

@@ -13,15 +13,13 @@ from torch import Tensor, nn
 from lowprec_check.analysis.run_summary import plan_starts
 from lowprec_check.analysis.snippet import snippet
 from lowprec_check.analysis.suspects import blame
-from lowprec_check.engine.core.devices import kept_generators
-from lowprec_check.engine.machine import Machine, environment, prepared_runs, version
+from lowprec_check.core.machine import Machine, environment, prepared_runs, version
+from lowprec_check.core.target_runs import TargetRuns, open_runs
+from lowprec_check.core.trace.plain_modes import parse_withheld
+from lowprec_check.engine.model.model_info import describe_target
 from lowprec_check.engine.model.target import make_target
-from lowprec_check.engine.run.isolation import check_isolation
-from lowprec_check.engine.run.model_info import describe_target
-from lowprec_check.engine.run.target_runs import TargetRuns, open_runs
-from lowprec_check.engine.run.target_source import TargetSource
-from lowprec_check.engine.run.target_spec import OnProgress
-from lowprec_check.engine.trace.plain_modes import parse_withheld
+from lowprec_check.engine.model.target_source import TargetSource
+from lowprec_check.engine.model.target_spec import OnProgress
 from lowprec_check.errors import UsageError
 from lowprec_check.features.plan.apply import describe_modules
 from lowprec_check.features.plan.trials import Limits, Objective, Proposal, Proposer, best
@@ -32,6 +30,8 @@ from lowprec_check.schema.options import PlanOptions, ScanOptions, option
 from lowprec_check.schema.plan import Plan, Planning
 from lowprec_check.schema.precisions import plan_bases
 from lowprec_check.schema.scan_result import ScanResult
+from lowprec_check.torchkit.devices import kept_generators
+from lowprec_check.torchkit.isolation import check_isolation
 
 QUICK = Limits(max_trials=60, seconds=120.0, most_alone=3)  # limits of the search that a scan does by default
 

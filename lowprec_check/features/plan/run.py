@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lowprec_check.engine.run.feature_hooks import Feature
-from lowprec_check.engine.run.target_runs import TargetRuns
+from lowprec_check.core.feature_hooks import Feature
+from lowprec_check.core.target_runs import TargetRuns
 from lowprec_check.features.plan.planner import plan_for_scan
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.scan_result import ScanResult

@@ -16,8 +16,8 @@ from lowprec_check.analysis.run_summary import error_of, ranges_of
 from lowprec_check.analysis.speed import CLEAR, SHORT_MS, speed
 from lowprec_check.analysis.statements.status import why
 from lowprec_check.analysis.suspects import Suspects, at_fault, constants, suspects
+from lowprec_check.core.target_runs import TargetRuns
 from lowprec_check.engine.model.prepared import shared_weights
-from lowprec_check.engine.run.target_runs import TargetRuns
 from lowprec_check.features.plan.minimize import SearchResult, Trials, Verdict, search
 from lowprec_check.process import system
 from lowprec_check.schema.axes import lowers_precision

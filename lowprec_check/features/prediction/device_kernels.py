@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, is_observing, run_op
-from lowprec_check.engine.core.floating_dtypes import is_float, is_narrow
-from lowprec_check.engine.core.op_kernels import forget_kernels, shared_kernel
-from lowprec_check.engine.trace.dispatched_call import DispatchedCall
-from lowprec_check.engine.trace.execution import Retry
-from lowprec_check.engine.trace.ops import has_narrow_dtype, map_args, map_values, tensors_in
+from lowprec_check.core.trace.dispatched_call import DispatchedCall
+from lowprec_check.core.trace.execution import Retry
+from lowprec_check.core.trace.ops import has_narrow_dtype, map_args, map_values, tensors_in
 from lowprec_check.errors import message_of
 from lowprec_check.features.prediction.kernel_support import DTYPES, KernelSupport
 from lowprec_check.schema.op_calls import fallback_warning
+from lowprec_check.torchkit.dispatch_mode import AutocastKeys, DispatchMode, is_observing, run_op
+from lowprec_check.torchkit.floating_dtypes import is_float, is_narrow
+from lowprec_check.torchkit.op_kernels import forget_kernels, shared_kernel
 
 _MOVES = "copy_ clone _to_copy resize_ set_ zero_ detach_ is_same_size _has_same_storage_numel"
 _AS_GIVEN = frozenset(f"aten::{name}" for name in _MOVES.split())

@@ -8,19 +8,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lowprec_check.catalog.names import why_not_covered
-from lowprec_check.engine.core.compiled import compiled_code_in_eager
-from lowprec_check.engine.machine import Machine
+from lowprec_check.core.feature_hooks import Feature
+from lowprec_check.core.machine import Machine
+from lowprec_check.core.messages import Reporter, Send
+from lowprec_check.core.mode import Mode
 from lowprec_check.engine.model.target import Target
-from lowprec_check.engine.run.feature_hooks import Feature
-from lowprec_check.engine.run.messages import Reporter, Send
-from lowprec_check.engine.run.mode import Mode
-from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.engine.model.target_source import TargetSource
 from lowprec_check.errors import UsageError
 from lowprec_check.features.prediction.stand_in_process import assumed_ops, become_stand_in, known_ops, standing_in
 from lowprec_check.schema.measures import PredictedDevice
 from lowprec_check.schema.op_calls import FALLBACK_WARNING
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.precisions import Precision
+from lowprec_check.torchkit.compiled import compiled_code_in_eager
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,12 @@ from torch._ops import OpOverload
 
 from lowprec_check.catalog.predictable import CastPolicy, installed_policies, policies_of
 from lowprec_check.catalog.versions import release_of
-from lowprec_check.engine.core.autocast_policies import aten_overload
-from lowprec_check.engine.core.op_kernels import replace_autocast_kernels
-from lowprec_check.engine.trace.ops import map_args, tensors_in
+from lowprec_check.core.trace.ops import map_args, tensors_in
 from lowprec_check.features.prediction.device_kernels import StandInKernels, allow_fft
 from lowprec_check.features.prediction.kernel_support import KernelSupport
 from lowprec_check.schema.measures import PredictedDevice
+from lowprec_check.torchkit.autocast_policies import aten_overload
+from lowprec_check.torchkit.op_kernels import replace_autocast_kernels
 
 DEFAULT_AUTOCAST = torch.float16
 """Of ``torch.autocast`` on CUDA and XPU; on a CPU it is bfloat16."""

@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode
-from lowprec_check.engine.core.floating_dtypes import is_float
-from lowprec_check.engine.core.pytree import leaves, map_tensors
-from lowprec_check.engine.core.source_location import ModuleStack, instruction_of, source_lines
+from lowprec_check.core.trace.dispatched_call import DispatchedCall
+from lowprec_check.core.trace.instrument import call_under
+from lowprec_check.core.trace.places import CallSite
 from lowprec_check.engine.model.plain_run import judge, output_tensors
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
-from lowprec_check.engine.trace.dispatched_call import DispatchedCall
-from lowprec_check.engine.trace.instrument import call_under
-from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.process import system
 from lowprec_check.schema.measures import RangeTrial
 from lowprec_check.schema.op_calls import OpCalls
+from lowprec_check.torchkit.dispatch_mode import AutocastKeys, DispatchMode
+from lowprec_check.torchkit.floating_dtypes import is_float
+from lowprec_check.torchkit.pytree import leaves, map_tensors
+from lowprec_check.torchkit.source_location import ModuleStack, instruction_of, source_lines
 
 MOST_TRIALS = 12  # places that are tried, those with most Inf first, then those with most zeros
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from lowprec_check.engine.core.floating_dtypes import torch_dtype
-from lowprec_check.engine.run.feature_hooks import Explained, Feature
-from lowprec_check.engine.run.plain_part import Fp32Outputs
-from lowprec_check.engine.run.preparation import in_eager_mode, in_fp32, prepared_for
+from lowprec_check.core.feature_hooks import Explained, Feature
+from lowprec_check.core.plain_part import Fp32Outputs
+from lowprec_check.core.preparation import in_eager_mode, in_fp32, prepared_for
 from lowprec_check.features.range_trials.out_of_range import places_to_try, try_places
 from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.torchkit.floating_dtypes import torch_dtype
 
 
 class RangeTrials(Feature):

@@ -11,28 +11,28 @@ from typing import Any
 import msgspec
 
 from lowprec_check.analysis.source_lines import texts_of_lines
-from lowprec_check.engine.core.devices import generator_states, seed_everything
-from lowprec_check.engine.core.output_comparison import digest_of
-from lowprec_check.engine.machine import Machine
+from lowprec_check.core.explanation import add_explanation, instrument
+from lowprec_check.core.feature_hooks import Explained, Feature
+from lowprec_check.core.machine import Machine
+from lowprec_check.core.memory_limits import gibibytes
+from lowprec_check.core.messages import Reporter, Send, Started, WeightRead
+from lowprec_check.core.mode import Mode
+from lowprec_check.core.plain_part import PlainPart
+from lowprec_check.core.preparation import prepared_for
+from lowprec_check.core.target_runs import TargetRuns
+from lowprec_check.core.tasks import RunTask
+from lowprec_check.core.trace.execution import Emulation
 from lowprec_check.engine.model.streamed_weights import AHEAD_BYTES, HELD_BYTES, WeightStream, stream_of
 from lowprec_check.engine.model.target import Target
-from lowprec_check.engine.run.explanation import add_explanation, instrument
-from lowprec_check.engine.run.feature_hooks import Explained, Feature
-from lowprec_check.engine.run.memory_limits import gibibytes
-from lowprec_check.engine.run.messages import Reporter, Send, Started, WeightRead
-from lowprec_check.engine.run.mode import Mode
-from lowprec_check.engine.run.plain_part import PlainPart
-from lowprec_check.engine.run.preparation import prepared_for
-from lowprec_check.engine.run.target_runs import TargetRuns
-from lowprec_check.engine.run.target_source import TargetSource
-from lowprec_check.engine.run.target_spec import NOTICE
-from lowprec_check.engine.run.tasks import RunTask
-from lowprec_check.engine.trace.execution import Emulation
+from lowprec_check.engine.model.target_source import TargetSource
+from lowprec_check.engine.model.target_spec import NOTICE
 from lowprec_check.errors import UsageError
 from lowprec_check.process import system
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.run_key import REFERENCE, RunKey
 from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.torchkit.devices import generator_states, seed_everything
+from lowprec_check.torchkit.output_comparison import digest_of
 
 NEED_WEIGHTS = {
     "train": "--train",

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.devices import module_of, seed_everything, synchronize
-from lowprec_check.engine.core.pytree import map_tensors
-from lowprec_check.engine.core.source_location import call_model
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.process import system
 from lowprec_check.schema.axes import Call
+from lowprec_check.torchkit.devices import module_of, seed_everything, synchronize
+from lowprec_check.torchkit.pytree import map_tensors
+from lowprec_check.torchkit.source_location import call_model
 
 WARM_UP_SECONDS, AGAIN_SECONDS = 0.05, 0.01
 """Warm-up: an idle device has lowered its clocks; one between two turns only emptied its caches."""

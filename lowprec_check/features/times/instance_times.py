@@ -8,15 +8,15 @@ import os
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.pytree import map_tensors
+from lowprec_check.core.messages import Receive, Send, TaskAnswer
+from lowprec_check.core.preparation import on_backend, prepared_for
+from lowprec_check.core.tasks import ModelTask
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_code import reraise_interrupt
-from lowprec_check.engine.run.messages import Receive, Send, TaskAnswer
-from lowprec_check.engine.run.preparation import on_backend, prepared_for
-from lowprec_check.engine.run.tasks import ModelTask
 from lowprec_check.errors import UsageError
 from lowprec_check.features.times.turns import WARM_UP_CALLS, TimedCalls, failure_of
 from lowprec_check.process import system
+from lowprec_check.torchkit.pytree import map_tensors
 
 INSTANCE_SECONDS = 3.0
 """How long the calls of an instance are timed."""

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from lowprec_check.engine.run.feature_hooks import Feature, TimedRuns
-from lowprec_check.engine.run.target_runs import TargetRuns
-from lowprec_check.engine.run.tasks import RunTask
+from lowprec_check.core.feature_hooks import Feature, TimedRuns
+from lowprec_check.core.target_runs import TargetRuns
+from lowprec_check.core.tasks import RunTask
 from lowprec_check.features.times.timed_runs import NotTimedError, time_in_scenario, time_runs
 from lowprec_check.schema.scan_result import Run
 

@@ -17,15 +17,13 @@ import torch
 
 from lowprec_check.analysis.run_summary import candidates, passes_all
 from lowprec_check.analysis.speed import FAILED_WHILE_TIMED, TOLD, waits_for_host
-from lowprec_check.engine.core.devices import free_memory
-from lowprec_check.engine.core.pytree import leaves
-from lowprec_check.engine.run.feature_hooks import TimedRuns
-from lowprec_check.engine.run.launcher import Launcher
-from lowprec_check.engine.run.messages import Started, TaskAnswer, TaskMessage
-from lowprec_check.engine.run.target_source import TargetSource
-from lowprec_check.engine.run.task_workers import TaskWorker, start_worker
-from lowprec_check.engine.run.tasks import ModelTask
-from lowprec_check.engine.run.worker import work
+from lowprec_check.core.feature_hooks import TimedRuns
+from lowprec_check.core.launcher import Launcher
+from lowprec_check.core.messages import Started, TaskAnswer, TaskMessage
+from lowprec_check.core.task_workers import TaskWorker, start_worker
+from lowprec_check.core.tasks import ModelTask
+from lowprec_check.core.worker import work
+from lowprec_check.engine.model.target_source import TargetSource
 from lowprec_check.errors import UsageError
 from lowprec_check.features.times import rounds
 from lowprec_check.features.times.instance_times import INSTANCE_SECONDS, InstanceTask
@@ -38,6 +36,8 @@ from lowprec_check.schema.axes import Call
 from lowprec_check.schema.measures import Latency, Scenario, Timing, TimingConditions
 from lowprec_check.schema.run_key import EAGER, RunKey
 from lowprec_check.schema.scan_result import Run
+from lowprec_check.torchkit.devices import free_memory
+from lowprec_check.torchkit.pytree import leaves
 
 SLOW_SECONDS, SLOW_RATIO = 5.0, 10.0
 """Runs with longer calls, and so many times slower than fp32, are not called again to time them."""

@@ -9,19 +9,19 @@ import warnings
 import msgspec
 import torch
 
-from lowprec_check.engine.core.compiled import compiled_frames
+from lowprec_check.core.messages import Receive, Send, TaskAnswer
+from lowprec_check.core.tasks import ModelTask
 from lowprec_check.engine.model.plain_run import call_once, run_once
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_code import reraise_interrupt
-from lowprec_check.engine.run.messages import Receive, Send, TaskAnswer
-from lowprec_check.engine.run.tasks import ModelTask
 from lowprec_check.errors import UsageError, first_line, message_of, type_name
 from lowprec_check.features.times.event_times import EventCalls, has_events
 from lowprec_check.features.times.rounds import LONG_SECONDS, NextTurn, RoundSchedule, TurnFailed, Turns, TurnTimed
 from lowprec_check.process import system
 from lowprec_check.schema.run_key import EAGER
+from lowprec_check.torchkit.compiled import compiled_frames
 
 # -- What disturbs times: threads that wait for a core, a processor that changes its speed
 

@@ -13,22 +13,22 @@ from msgspec import structs
 from torch import Tensor
 from torch._ops import OpOverload
 
-from lowprec_check.engine.core.compiled import compiled_code_in_eager
-from lowprec_check.engine.core.devices import seed_everything
-from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, run_op
-from lowprec_check.engine.core.floating_dtypes import as_real
-from lowprec_check.engine.core.source_location import call_model
-from lowprec_check.engine.core.tensor_comparison import ratio
+from lowprec_check.core.trace.op_errors import ROUNDING
+from lowprec_check.core.trace.places import Places, accumulates, nodes_of
 from lowprec_check.engine.model.plain_run import output_tensors
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
-from lowprec_check.engine.trace.op_errors import ROUNDING
-from lowprec_check.engine.trace.places import Places, accumulates, nodes_of
 from lowprec_check.features.training.steps import TrainingStep, Watcher
 from lowprec_check.features.training.ways.usual import PLAIN
 from lowprec_check.schema.training import ParameterGradient
 from lowprec_check.schema.ways_to_train import DEFAULT_SCALE
+from lowprec_check.torchkit.compiled import compiled_code_in_eager
+from lowprec_check.torchkit.devices import seed_everything
+from lowprec_check.torchkit.dispatch_mode import AutocastKeys, DispatchMode, run_op
+from lowprec_check.torchkit.floating_dtypes import as_real
+from lowprec_check.torchkit.source_location import call_model
+from lowprec_check.torchkit.tensor_comparison import ratio
 
 MOST = 2.0**24  # the largest loss scale that is suggested
 

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowprec_check.engine.core.floating_dtypes import widened_dtype
 from lowprec_check.engine.model.optimizer_like import Settings, settings_of
 from lowprec_check.engine.model.training import MakeOptimizer
 from lowprec_check.errors import first_line, message_of, type_name
 from lowprec_check.features.training.steps import TrainingStep, Watcher
 from lowprec_check.features.training.trajectory import Samples, Trajectory
 from lowprec_check.schema.training import EpsilonCheck, LostUpdates, Values
+from lowprec_check.torchkit.floating_dtypes import widened_dtype
 
 Name = tuple[str, Values]
 

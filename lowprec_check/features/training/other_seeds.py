@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowprec_check.engine.core.devices import seed_everything
-from lowprec_check.engine.core.pytree import leaves, map_tensors
 from lowprec_check.engine.model.kept_files import replaced
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_code import required_arguments
 from lowprec_check.errors import Terminated, UsageError
 from lowprec_check.schema.training import NOISE_ALONE
+from lowprec_check.torchkit.devices import seed_everything
+from lowprec_check.torchkit.pytree import leaves, map_tensors
 
 SEEDS = 4  # fp32 runs from other seeds
 

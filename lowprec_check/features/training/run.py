@@ -11,22 +11,20 @@ from types import MappingProxyType
 import msgspec
 from torch import Tensor
 
-from lowprec_check.engine.core.compiled import compiled_frames
-from lowprec_check.engine.core.installation import extension_problem
-from lowprec_check.engine.machine import Machine
+from lowprec_check.core.explanation import explain
+from lowprec_check.core.feature_hooks import Feature
+from lowprec_check.core.machine import Machine
+from lowprec_check.core.messages import Receive, Reporter, Send, Started, faults_sent
+from lowprec_check.core.mode import Mode
+from lowprec_check.core.preparation import kernels_of
+from lowprec_check.core.target_runs import TargetRuns
+from lowprec_check.core.tasks import ModelTask, RunTask
+from lowprec_check.core.trace.instrument import Options
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
-from lowprec_check.engine.run.explanation import explain
-from lowprec_check.engine.run.feature_hooks import Feature
-from lowprec_check.engine.run.messages import Receive, Reporter, Send, Started, faults_sent
-from lowprec_check.engine.run.mode import Mode
-from lowprec_check.engine.run.preparation import kernels_of
-from lowprec_check.engine.run.target_runs import TargetRuns
-from lowprec_check.engine.run.target_source import TargetSource
-from lowprec_check.engine.run.tasks import ModelTask, RunTask
-from lowprec_check.engine.trace.instrument import Options
+from lowprec_check.engine.model.target_source import TargetSource
 from lowprec_check.errors import UsageError
 from lowprec_check.features.training.steps import TrainingStep, batches_of, with_step
 from lowprec_check.features.training.training_part import TrainingPart, with_draws_of
@@ -36,6 +34,8 @@ from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS
 from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.ways_to_train import WAYS, WayToTrain, ways_of
+from lowprec_check.torchkit.compiled import compiled_frames
+from lowprec_check.torchkit.installation import extension_problem
 
 
 @dataclasses.dataclass(frozen=True)

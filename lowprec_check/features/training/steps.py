@@ -11,11 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowprec_check.engine.core import devices
-from lowprec_check.engine.core.devices import seed_everything
-from lowprec_check.engine.core.floating_dtypes import is_float
-from lowprec_check.engine.core.pytree import stored
-from lowprec_check.engine.core.source_location import call_model
 from lowprec_check.engine.model.inputs import NoBatchError
 from lowprec_check.engine.model.loss_program import Phase as StepPhase
 from lowprec_check.engine.model.observed_training import ScriptStep, sum_of
@@ -28,6 +23,11 @@ from lowprec_check.errors import UsageError, first_line, message_of, type_name
 from lowprec_check.features.training.trajectory import Samples, Trajectory
 from lowprec_check.schema.run_key import Phase
 from lowprec_check.schema.ways_to_train import Updates, WayToTrain
+from lowprec_check.torchkit import devices
+from lowprec_check.torchkit.devices import seed_everything
+from lowprec_check.torchkit.floating_dtypes import is_float
+from lowprec_check.torchkit.pytree import stored
+from lowprec_check.torchkit.source_location import call_model
 
 MAX_SKIPPED = 24  # steps that a ``GradScaler`` may skip: from 2¹⁶, it is then below 2⁻⁸
 

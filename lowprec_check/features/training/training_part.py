@@ -10,20 +10,15 @@ from typing import Any
 
 import msgspec
 
-from lowprec_check.engine.core.compiled import compiled_code_in_eager
-from lowprec_check.engine.core.devices import seed_everything
-from lowprec_check.engine.core.floating_dtypes import NARROW, underflows
-from lowprec_check.engine.core.output_comparison import compare_outputs
-from lowprec_check.engine.core.source_location import ModuleStack
+from lowprec_check.core.messages import PartFailed, Reporter, Send
+from lowprec_check.core.preparation import in_fp32
+from lowprec_check.core.tasks import ModelTask
+from lowprec_check.core.trace.places import Places
+from lowprec_check.core.trace.plain_modes import DrawsDiffer, RecordDraws, ReplayDraws
 from lowprec_check.engine.model.plain_run import describe_error
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.training import make_optimizer
-from lowprec_check.engine.run.messages import PartFailed, Reporter, Send
-from lowprec_check.engine.run.preparation import in_fp32
-from lowprec_check.engine.run.tasks import ModelTask
-from lowprec_check.engine.trace.places import Places
-from lowprec_check.engine.trace.plain_modes import DrawsDiffer, RecordDraws, ReplayDraws
 from lowprec_check.errors import UsageError
 from lowprec_check.features.training.first_step import (
     MOST,
@@ -50,6 +45,11 @@ from lowprec_check.features.training.ways.usual import PLAIN, SUGGESTED
 from lowprec_check.schema.training import LossScale, TrainingRun, TrainingWay
 from lowprec_check.schema.verdict import Status
 from lowprec_check.schema.ways_to_train import DEFAULT_SCALE, WAYS, WayToTrain
+from lowprec_check.torchkit.compiled import compiled_code_in_eager
+from lowprec_check.torchkit.devices import seed_everything
+from lowprec_check.torchkit.floating_dtypes import NARROW, underflows
+from lowprec_check.torchkit.output_comparison import compare_outputs
+from lowprec_check.torchkit.source_location import ModuleStack
 
 
 class TrainingPart(TrainingSteps):

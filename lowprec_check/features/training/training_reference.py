@@ -13,7 +13,9 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from lowprec_check.engine.core.output_comparison import same_bits
+from lowprec_check.core.messages import Reporter, Started
+from lowprec_check.core.preparation import prepared_for
+from lowprec_check.core.tasks import ModelTask, TaskFiles
 from lowprec_check.engine.model.memory import measure_memory
 from lowprec_check.engine.model.observed_training import DEFINE_PARTS, ScriptStep
 from lowprec_check.engine.model.optimizer_like import OptimizerLike, OptimizersLike
@@ -30,9 +32,6 @@ from lowprec_check.engine.model.training import (
     optimizer_code,
 )
 from lowprec_check.engine.model.user_code import call_user_code, required_arguments
-from lowprec_check.engine.run.messages import Reporter, Started
-from lowprec_check.engine.run.preparation import prepared_for
-from lowprec_check.engine.run.tasks import ModelTask, TaskFiles
 from lowprec_check.errors import UsageError
 from lowprec_check.features.training.first_step import FirstGradients
 from lowprec_check.features.training.lost_updates import LostUpdateCounter, Stalls
@@ -55,6 +54,7 @@ from lowprec_check.schema.statements import counted
 from lowprec_check.schema.training import TrainingPhase, TrainingRun, TrainingSetup, TrainingWay
 from lowprec_check.schema.verdict import ExceptionInfo
 from lowprec_check.schema.ways_to_train import WayToTrain, ways_of
+from lowprec_check.torchkit.output_comparison import same_bits
 
 STALLS = 0.01
 """The share of updates that rounding seems to lose in fp32 from which on they are counted."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.floating_dtypes import as_real
+from lowprec_check.torchkit.floating_dtypes import as_real
 
 SAMPLED, TOGETHER = 1024, 2**17
 """Random elements kept of each tensor; more if all have at most ``TOGETHER`` together."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.trace.dispatched_call import DispatchedCall
+from lowprec_check.core.trace.dispatched_call import DispatchedCall
 from lowprec_check.schema.what_if import OperandFormat, WhatIfFormat
 
 # -- Products as pairs of operands, so that they can be computed from other operands

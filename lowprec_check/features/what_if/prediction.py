@@ -12,27 +12,27 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from lowprec_check.engine.core.devices import MemoryLimit, free_memory
-from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode
-from lowprec_check.engine.core.floating_dtypes import is_float
-from lowprec_check.engine.core.source_location import ModuleStack, source_lines
+from lowprec_check.core.trace.dispatched_call import DispatchedCall
+from lowprec_check.core.trace.instrument import call_under
+from lowprec_check.core.trace.lockstep import GeneratorState, Lockstep, has_drawn, state_before
+from lowprec_check.core.trace.observers import Pass
+from lowprec_check.core.trace.op_errors import widened_arguments
+from lowprec_check.core.trace.ops import Args, Kwargs
+from lowprec_check.core.trace.pending_figures import PendingFigures
+from lowprec_check.core.trace.returned import Returned, returned
+from lowprec_check.core.trace.seeds import seed_state
 from lowprec_check.engine.model.plain_run import output_parts
 from lowprec_check.engine.model.prepared import Prepared
-from lowprec_check.engine.trace.dispatched_call import DispatchedCall
-from lowprec_check.engine.trace.instrument import call_under
-from lowprec_check.engine.trace.lockstep import GeneratorState, Lockstep, has_drawn, state_before
-from lowprec_check.engine.trace.observers import Pass
-from lowprec_check.engine.trace.op_errors import widened_arguments
-from lowprec_check.engine.trace.ops import Args, Kwargs
-from lowprec_check.engine.trace.pending_figures import PendingFigures
-from lowprec_check.engine.trace.returned import Returned, returned
-from lowprec_check.engine.trace.seeds import seed_state
 from lowprec_check.errors import first_line, message_of, type_name
 from lowprec_check.features.error_budget.budget import by_place, norm_of
 from lowprec_check.features.error_budget.error_tape import ErrorTape, TapedOp
 from lowprec_check.features.what_if.matrix_products import is_fused, product_in_format, product_of
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.schema.what_if import WHAT_IF_FORMATS, WhatIf, WhatIfFormat
+from lowprec_check.torchkit.devices import MemoryLimit, free_memory
+from lowprec_check.torchkit.dispatch_mode import AutocastKeys, DispatchMode
+from lowprec_check.torchkit.floating_dtypes import is_float
+from lowprec_check.torchkit.source_location import ModuleStack, source_lines
 
 T = TypeVar("T")
 

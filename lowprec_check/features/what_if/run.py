@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import msgspec
 
+from lowprec_check.core.feature_hooks import Feature
+from lowprec_check.core.messages import Receive, Send, TaskAnswer, faults_sent
+from lowprec_check.core.preparation import in_eager_mode, kernels_of, prepared_for
+from lowprec_check.core.target_runs import TargetRuns
+from lowprec_check.core.tasks import ModelTask
 from lowprec_check.engine.model.target import Target
-from lowprec_check.engine.run.feature_hooks import Feature
-from lowprec_check.engine.run.messages import Receive, Send, TaskAnswer, faults_sent
-from lowprec_check.engine.run.preparation import in_eager_mode, kernels_of, prepared_for
-from lowprec_check.engine.run.target_runs import TargetRuns
-from lowprec_check.engine.run.tasks import ModelTask
 from lowprec_check.features.what_if.prediction import predict
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.schema.options import ScanOptions

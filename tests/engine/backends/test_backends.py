@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from lowprec_check import Backend, ScanResult, UsageError, scan
 from lowprec_check.analysis.run_summary import error_of
 from lowprec_check.analysis.snippet import snippet
-from lowprec_check.engine.core.devices import peak_allocated, seed_everything
-from lowprec_check.engine.core.output_comparison import compare_outputs
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.plain_run import output_tensors
 from lowprec_check.schema.axes import replaced
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.run_key import RunKey
+from lowprec_check.torchkit.devices import peak_allocated, seed_everything
+from lowprec_check.torchkit.output_comparison import compare_outputs
 
 LOW = ("bfloat16", "autocast-bf16", "half", "autocast-fp16")
 FAST: Any = {"plan": False, "times": "off", "further_inputs": 0}
@@ -287,7 +287,7 @@ class Patient(Hanging):
 
 def test_preparing_has_a_budget_of_its_own(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
     register(Patient())
-    monkeypatch.setattr("lowprec_check.engine.run.target_runs.TargetRuns.budget", 1.5)
+    monkeypatch.setattr("lowprec_check.core.target_runs.TargetRuns.budget", 1.5)
     result = scan(
         ConvNet().eval(), IMAGES, precisions="bfloat16", backends="patient", plan=False, errors="none", further_inputs=0
     )

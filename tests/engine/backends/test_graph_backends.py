@@ -20,16 +20,16 @@ from lowprec_check import ScanResult, UnsupportedOpsError, UsageError, scan
 from lowprec_check.analysis.snippet import snippet
 from lowprec_check.engine.backends import exported, int8, openvino
 from lowprec_check.engine.backends.exported import GraphBackend
-from lowprec_check.engine.core import installation
-from lowprec_check.engine.core.source_location import show_file
+from lowprec_check.engine.model.model_info import describe_target
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.quantize import library as libraries
 from lowprec_check.engine.quantize.torchao_linear import linear_errors, quantize_linear
-from lowprec_check.engine.run.model_info import describe_target
 from lowprec_check.schema.axes import BACKENDS, Example
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import Run
+from lowprec_check.torchkit import installation
+from lowprec_check.torchkit.source_location import show_file
 
 missing = {name: installation.missing_packages(*BACKENDS.get(name).packages) for name in ("openvino", "onnxruntime")}  # type: ignore[attr-defined]
 needs_both = pytest.mark.skipif(any(missing.values()), reason=f"needs {missing}")

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from lowprec_check.engine.backends import ipex
 from lowprec_check.engine.backends.jit import frozen_trace, frozen_trace_code
-from lowprec_check.engine.core.installation import IPEX
 from lowprec_check.schema.axes import Backend, Example, replaced
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import ModelInfo
+from lowprec_check.torchkit.installation import IPEX
 
 BACKENDS: list[Backend] = [ipex.PLAIN, ipex.TRACED, ipex.COMPILED]
 MODEL = """

@@ -20,11 +20,11 @@ from user_files import NET
 
 from lowprec_check import ScanResult, UsageError, scan
 from lowprec_check.analysis.snippet import snippet
-from lowprec_check.engine.core.devices import seed_everything
-from lowprec_check.engine.core.output_comparison import compare_outputs
-from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
+from lowprec_check.torchkit.devices import seed_everything
+from lowprec_check.torchkit.output_comparison import compare_outputs
+from lowprec_check.torchkit.pytree import leaves
 
 Write = Callable[..., Path]
 

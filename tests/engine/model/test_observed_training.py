@@ -19,10 +19,10 @@ from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.observed_training import ScriptStep
 from lowprec_check.engine.model.optimizer_like import OptimizerLike
 from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.model.target_source import load_spec
+from lowprec_check.engine.model.target_spec import TargetSpec
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
 from lowprec_check.engine.model.training import LossInputs, describe_loss, loss_of
-from lowprec_check.engine.run.target_source import load_spec
-from lowprec_check.engine.run.target_spec import TargetSpec
 from lowprec_check.features.training.advice import training_code
 from lowprec_check.features.training.other_seeds import OtherSeeds
 from lowprec_check.features.training.steps import USUAL

@@ -13,8 +13,8 @@ from conftest import Call
 from torch import nn
 
 from lowprec_check import scan
-from lowprec_check.engine.core.pytree import leaves, map_tensors
 from lowprec_check.engine.model.snapshot import ObjectState
+from lowprec_check.torchkit.pytree import leaves, map_tensors
 
 Write = Callable[..., Path]
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_check.analysis.conclusion import conclude
+from lowprec_check.core.session import scan_file
+from lowprec_check.core.target_runs import TargetRuns
 from lowprec_check.engine.model.target import Target, make_target
+from lowprec_check.engine.model.target_source import load_spec
+from lowprec_check.engine.model.target_spec import TargetSpec
 from lowprec_check.engine.model.weights import LARGEST, SMALLEST, TARGET, scale_weights
 from lowprec_check.engine.model.zoo import import_torchvision
-from lowprec_check.engine.run.target_runs import TargetRuns
-from lowprec_check.engine.run.target_source import load_spec
-from lowprec_check.engine.run.target_spec import TargetSpec
-from lowprec_check.engine.session import scan_file
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.schema.options import ScanOptions

@@ -27,15 +27,15 @@ from torch.nn import functional as F
 
 from lowprec_check.analysis.conclusion import conclude, conclude_early
 from lowprec_check.cli.scan import _unfinished
+from lowprec_check.core import tasks
+from lowprec_check.core.scan import growing_scan, scan_target
 from lowprec_check.engine.model import streamed_weights, weight_uploads
 from lowprec_check.engine.model.plain_run import PlainCalls
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.model.safetensors_files import Saved, saved_tensors
 from lowprec_check.engine.model.streamed_weights import ReadBack, is_unread, stream_of, stream_weights, unread_weights
-from lowprec_check.engine.run import tasks
-from lowprec_check.engine.run.target_source import TargetSource, load_here
-from lowprec_check.engine.run.target_spec import NOTICE, TargetSpec
-from lowprec_check.engine.scan import growing_scan, scan_target
+from lowprec_check.engine.model.target_source import TargetSource, load_here
+from lowprec_check.engine.model.target_spec import NOTICE, TargetSpec
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation, system
 from lowprec_check.schema.options import ScanOptions
@@ -715,7 +715,7 @@ def test_a_model_larger_than_the_limit_of_memory_is_scanned(dtype: torch.dtype, 
     path, weights = written(tmp_path, width=WIDTH, layers=layers, dtype=dtype)
     code = f"""
 import resource, sys
-import torch, lowprec_check.engine.session
+import torch, lowprec_check.core.session
 from lowprec_check.__main__ import main
 used = int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmData"))) << 10
 resource.setrlimit(resource.RLIMIT_DATA, (used + {LIMIT}, used + {LIMIT}))

@@ -12,11 +12,11 @@ from conftest import Call
 from torch import nn
 
 from lowprec_check import UsageError
-from lowprec_check.engine.core import installation
-from lowprec_check.engine.core.installation import extension_problem, prepack_problem
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.observed_training import ObservedTraining
 from lowprec_check.schema.scan_result import ScanResult
+from lowprec_check.torchkit import installation
+from lowprec_check.torchkit.installation import extension_problem, prepack_problem
 
 Write = Callable[..., Path]
 

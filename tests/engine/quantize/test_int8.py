@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from lowprec_check import LayerError, QuantizedModel, UsageError, load_quantized, quantize, scan
 from lowprec_check.analysis.snippet import snippet
+from lowprec_check.core.preparation import OnBackend
 from lowprec_check.engine.model.load_target import load_target
+from lowprec_check.engine.model.model_info import describe_target
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.quantize import library as libraries
-from lowprec_check.engine.run.model_info import describe_target
-from lowprec_check.engine.run.preparation import OnBackend
 from lowprec_check.features.backend_checks.report import quantized_layers
 from lowprec_check.report.blocks import Table, cell_text
 from lowprec_check.report.registry import render

@@ -26,12 +26,10 @@ from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.analysis.statements.status import why
 from lowprec_check.analysis.suspects import suspects
 from lowprec_check.compat.scan_process import Request, row_of
-from lowprec_check.engine.core.compiled import forget_compiled, graph_breaks
-from lowprec_check.engine.core.devices import rounds_to_tf32
+from lowprec_check.core import target_runs
 from lowprec_check.engine.model.input_draws import changed_inputs
 from lowprec_check.engine.model.plain_run import describe_error
 from lowprec_check.engine.model.target import make_target
-from lowprec_check.engine.run import target_runs
 from lowprec_check.features.backend_checks import backend_checker
 from lowprec_check.report.registry import render
 from lowprec_check.schema.axes import project_of
@@ -40,6 +38,8 @@ from lowprec_check.schema.findings import Gap
 from lowprec_check.schema.op_calls import to_columns
 from lowprec_check.schema.scan_result import ModelInfo
 from lowprec_check.schema.verdict import ExceptionInfo
+from lowprec_check.torchkit.compiled import forget_compiled, graph_breaks
+from lowprec_check.torchkit.devices import rounds_to_tf32
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 

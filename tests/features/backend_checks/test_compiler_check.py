@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lowprec_check import Backend, Run, ScanResult, scan
-from lowprec_check.engine.run.plain_part import EQUAL_DRAWS
+from lowprec_check.core.plain_part import EQUAL_DRAWS
 from lowprec_check.features.backend_checks.compiler_checker import CompilerChecker, Corners, Distances, distances, worst
 from lowprec_check.schema.axes import BACKENDS
 

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 import lowprec_check
 from lowprec_check.analysis.error_shares import TRUSTED
-from lowprec_check.engine.core.devices import MemoryLimit
-from lowprec_check.engine.trace.instrument import Options
+from lowprec_check.core.trace.instrument import Options
 from lowprec_check.schema.measures import ErrorBudget, Share
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.scan_result import ScanResult
+from lowprec_check.torchkit.devices import MemoryLimit
 
 KINDS = [
     pytest.param(name, marks=[pytest.mark.slow] if name == "checkpoint" else [])  # which imports torch's compiler

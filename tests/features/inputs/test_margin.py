@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from lowprec_check import Run, ScanResult, scan
 from lowprec_check.analysis.conclusion import conclude
 from lowprec_check.analysis.recommend import recommend
-from lowprec_check.engine.core.devices import seed_everything
 from lowprec_check.engine.model.input_draws import further_draws
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.features.inputs import further_calls
@@ -29,6 +28,7 @@ from lowprec_check.features.inputs.further_calls import failing_share
 from lowprec_check.report.registry import render
 from lowprec_check.schema.measures import InputsTried
 from lowprec_check.schema.scan_result import ModelInfo
+from lowprec_check.torchkit.devices import seed_everything
 
 LARGEST = 65504.0
 

@@ -28,9 +28,9 @@ from lowprec_check import Plan, UsageError, apply, find_plan, render
 from lowprec_check.analysis.snippet import snippet
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.engine.model.target import make_target
+from lowprec_check.engine.model.target_source import TargetSource, load_spec
+from lowprec_check.engine.model.target_spec import TargetSpec
 from lowprec_check.engine.model.zoo import import_torchvision
-from lowprec_check.engine.run.target_source import TargetSource, load_spec
-from lowprec_check.engine.run.target_spec import TargetSpec
 from lowprec_check.features.plan.apply import describe_modules
 from lowprec_check.features.plan.plan_file import plan_file
 from lowprec_check.features.plan.planner import plan_target

@@ -20,18 +20,18 @@ from torch.nn import functional
 
 from lowprec_check import Run, ScanResult, UsageError, scan
 from lowprec_check.catalog.predictable import predicted_device
-from lowprec_check.engine.core.dispatch_mode import DispatchMode
-from lowprec_check.engine.machine import machine_for
+from lowprec_check.core.machine import machine_for
+from lowprec_check.core.scan import scan_target
+from lowprec_check.engine.model.target_source import load_here
+from lowprec_check.engine.model.target_spec import TargetSpec
 from lowprec_check.engine.model.zoo import import_torchvision
-from lowprec_check.engine.run.isolation import isolated
-from lowprec_check.engine.run.target_source import load_here
-from lowprec_check.engine.run.target_spec import TargetSpec
-from lowprec_check.engine.scan import scan_target
 from lowprec_check.features.prediction import stand_in_process
 from lowprec_check.features.prediction.device_kernels import StandInKernels
 from lowprec_check.features.prediction.kernel_support import KernelSupport
 from lowprec_check.schema.measures import PredictedDevice
 from lowprec_check.schema.options import ScanOptions
+from lowprec_check.torchkit.dispatch_mode import DispatchMode
+from lowprec_check.torchkit.isolation import isolated
 
 LOW = ("half", "bfloat16", "autocast-fp16", "autocast-bf16")
 DTYPES = (torch.float16, torch.bfloat16)

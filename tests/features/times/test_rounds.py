@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from user_files import NET
 
 from lowprec_check import Backend, Run, ScanResult, scan
-from lowprec_check.engine.core.compiled import compiled_frames, own_compiled_code
-from lowprec_check.engine.machine import Machine
+from lowprec_check.core import target_runs
+from lowprec_check.core.feature_hooks import TimedRuns
+from lowprec_check.core.machine import Machine
+from lowprec_check.core.mode import Mode
+from lowprec_check.core.target_runs import open_runs
+from lowprec_check.core.tasks import ModelTask
 from lowprec_check.engine.model.target import make_target
-from lowprec_check.engine.run import target_runs
-from lowprec_check.engine.run.feature_hooks import TimedRuns
-from lowprec_check.engine.run.mode import Mode
-from lowprec_check.engine.run.target_runs import open_runs
-from lowprec_check.engine.run.target_source import TargetSource
-from lowprec_check.engine.run.tasks import ModelTask
+from lowprec_check.engine.model.target_source import TargetSource
 from lowprec_check.features.times import rounds, timed_runs, turns
 from lowprec_check.process import Isolation, system
 from lowprec_check.schema.options import ScanOptions
+from lowprec_check.torchkit.compiled import compiled_frames, own_compiled_code
 
 Write = Callable[..., Path]
 

@@ -15,8 +15,8 @@ from training_loops import sgd, trained, training
 from lowprec_check.analysis.conclusion import conclude
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.engine.model.target import Target, make_target
-from lowprec_check.engine.run.target_source import load_spec
-from lowprec_check.engine.run.target_spec import TargetSpec
+from lowprec_check.engine.model.target_source import load_spec
+from lowprec_check.engine.model.target_spec import TargetSpec
 from lowprec_check.features.training.other_seeds import OtherSeeds
 from lowprec_check.features.training.spread import Spread
 from lowprec_check.features.training.steps import batches_of

@@ -17,9 +17,9 @@ from training_loops import losses_of_loop, sgd, trained, training
 
 from lowprec_check import scan
 from lowprec_check.analysis.conclusion import conclude
+from lowprec_check.core.session import scan_file
+from lowprec_check.engine.model.target_spec import TargetSpec
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
-from lowprec_check.engine.run.target_spec import TargetSpec
-from lowprec_check.engine.session import scan_file
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.options import ScanOptions
 

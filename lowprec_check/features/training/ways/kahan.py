@@ -55,7 +55,7 @@ def kahan_summation() -> Any:
 
 def _with_lost(updates: Any) -> list[Any]:
     """The weights with what they lost, in fp32."""
-    from lowprec_check.engine.core.floating_dtypes import widen
+    from lowprec_check.torchkit.floating_dtypes import widen
 
     return [widen(p) + lost for p, lost in zip(updates.parameters, updates.lost, strict=True)]
 

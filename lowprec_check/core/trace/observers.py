@@ -1,0 +1,64 @@
+"""What looks at each op call of the instrumented part besides the recorder: a list, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from lowprec_check.core.trace.dispatched_call import DispatchedCall
+from lowprec_check.core.trace.lockstep import Lockstep
+from lowprec_check.core.trace.returned import Returned
+from lowprec_check.schema.measures import Errors
+from lowprec_check.schema.op_calls import OpCall
+
+
+class Pass(NamedTuple):
+    """One run of a model op by op, before it starts."""
+
+    lockstep: Lockstep
+    rows: list[OpCall]
+    """The rows so far; the next call's is added after it was observed."""
+    inputs: Sequence[Tensor]
+    """The dense tensors that the model gets."""
+    errors: Errors
+
+
+class End(NamedTuple):
+    """The end of a pass."""
+
+    outputs: Sequence[Returned]
+    """What the model returned."""
+    judged: Sequence[Returned]
+    """The tensors whose errors are explained: these, or those that one of its modules returned."""
+    complete: bool
+    """Whether it reached its end."""
+    drew: bool
+    """Whether an op drew random numbers that matter here."""
+    called: Sequence[str]
+    """The modules that were called."""
+
+
+class OpObserver:
+    """Looks at the op calls of one pass; does nothing by default."""
+
+    def lost_in_cast(self, row: OpCall, low: Tensor, wide: Tensor) -> None:
+        """The cast of a weight or an input from ``wide`` to ``low`` gave Inf or NaN."""
+
+    def input_cast(self, row: OpCall, low: Tensor, wide: Tensor) -> None:
+        """An input of the model is ``low`` instead of ``wide``."""
+
+    def before(self, call: DispatchedCall) -> None:
+        """``call`` is about to run, on low-precision values."""
+
+    def after(self, call: DispatchedCall, row: OpCall, outputs: list[Tensor]) -> None:
+        """``call`` gave ``outputs``, which the reference has followed; ``row`` is saved of it."""
+
+    def finish(self, end: End) -> Mapping[str, Any]:
+        """The fields of the run that it adds."""
+        return {}
+
+
+MakeObserver = Callable[[Pass], OpObserver | None]
+"""Makes the observer of a pass; ``None`` if it needs one in which figures are not deferred."""

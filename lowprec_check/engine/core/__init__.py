@@ -1,1 +1,0 @@
-"""Basics of the engine: comparing tensors, nested containers, dispatch modes, source lines."""

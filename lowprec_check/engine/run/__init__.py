@@ -1,1 +1,0 @@
-"""Runs of a model in worker processes: tasks, messages, how a worker ended, and the saved run."""

@@ -1,0 +1,1 @@
+"""What torch lacks, for any program: devices, comparing tensors, dispatch modes, source lines."""
