@@ -28,6 +28,7 @@ from lowprec_check.schema.precisions import Precision
 from lowprec_check.schema.registry import choices
 from lowprec_check.schema.run_key import EAGER, RunKey
 from lowprec_check.schema.scan_result import Evidence, Run, ScanResult
+from lowprec_check.schema.verdict import ExceptionInfo
 
 if TYPE_CHECKING:
     from lowprec_check.core.machine import Machine
@@ -44,6 +45,8 @@ class Mode:
 
     name: ClassVar[str] = "run"
     """What is done with a model, a participle: "only eager runs are trained"."""
+    fails: ClassVar[str] = "fails"
+    """What is said of a model that raises an exception in fp32."""
     doing: ClassVar[str] = "plain run"
     """What is shown as progress until there is a verdict."""
     evidence: ClassVar[Evidence] = "measured"
@@ -82,6 +85,10 @@ class Mode:
 
     def check_reference(self, so_far: RunSoFar) -> None:
         """Raise :class:`UsageError` if the fp32 run is no reference."""
+
+    def failure_hint(self, error: ExceptionInfo, device: str) -> str | None:
+        """What to do about an exception in fp32 that only this mode has; or ``None``."""
+        return None
 
     def digest(self, source: TargetSource, batches: Sequence[TargetRuns]) -> str | None:
         """Of all that a scan depends on and of fp32's outputs on all ``batches``, or ``None``."""

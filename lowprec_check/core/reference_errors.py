@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import re
 
+from lowprec_check.core.mode import Mode
 from lowprec_check.core.outcome import Outcome
 from lowprec_check.core.tasks import RunTask
 from lowprec_check.engine.model.inputs import describe_inputs
 from lowprec_check.engine.model.run_so_far import RunSoFar
-from lowprec_check.engine.model.streamed_weights import NOT_READ
 from lowprec_check.engine.model.target import Target
 from lowprec_check.errors import UsageError
 from lowprec_check.process.supervisor import signal_name
 from lowprec_check.schema.axes import device_of
 from lowprec_check.schema.verdict import ExceptionInfo
-from lowprec_check.torchkit.devices import says_device_is_absent
 from lowprec_check.torchkit.floating_dtypes import NARROW
 
 _SMALLER = "use a smaller batch or shorter inputs, or free some memory"
-_CUSTOM_OP_WITHOUT_CPU = re.compile(r"Could not run '(?!aten::)([^']+)' with arguments from the '\w*CPU' backend")
 _OTHER_DTYPE = re.compile(r"dtype|scalar type|Input type .* and (weight|bias) type")
 _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|MemoryError|out of memory|can't allocate memory|not enough memory")
 
@@ -40,9 +38,7 @@ def check_reference(task: RunTask, outcome: Outcome, target: Target) -> RunSoFar
             hint = f"If memory ran out: {_SMALLER}."
         raise UsageError(f"The model crashed in fp32: {outcome.reason}.", hint)
     if run.exception is not None:
-        raise UsageError(
-            *failed_reference(run.exception, target, task.shown_device, predicted=task.evidence == "predicted")
-        )
+        raise UsageError(*failed_reference(run.exception, target, task.mode, task.shown_device))
     task.mode.check_reference(so_far)
     if run.status == "nonfinite":
         origin = so_far.nonfinite_at
@@ -68,26 +64,19 @@ def _place(module: str | None, source: str | None) -> str:
     return place
 
 
-def failed_reference(error: ExceptionInfo, target: Target, device: str, *, predicted: bool = False) -> tuple[str, str]:
-    """Message and hint for an exception in fp32, or one ``predicted`` for a device not here."""
-    fails = "is predicted to fail" if predicted else "fails"
+def failed_reference(error: ExceptionInfo, target: Target, mode: Mode, device: str) -> tuple[str, str]:
+    """Message and hint for an exception in fp32."""
     part = _PARTS.get(error.phase or "forward", "model")
-    message = f"The {part} {fails} in fp32 on {device}{_place(error.module, error.source)}: {error.text}"
-    if predicted and says_device_is_absent(error.message):
-        return message, "The model names the device itself, which is not here: let it use the device of its inputs."
-    custom = _CUSTOM_OP_WITHOUT_CPU.search(error.message)
-    if predicted and custom is not None:
-        return message, f"A prediction runs on the CPU: register a CPU kernel of {custom[1]}."
+    message = f"The {part} {mode.fails} in fp32 on {device}{_place(error.module, error.source)}: {error.text}"
+    hint = mode.failure_hint(error, device)
+    if hint is not None:
+        return message, hint
     if _OUT_OF_MEMORY.search(f"{error.type} {error.message}"):
         return message, f"Memory ran out: {_SMALLER}."
     if device != "cpu" and error.type == "NotImplementedError":
-        variable = device_of(device).fallback_variable
-        there = fallback = ""
+        variable, fallback = device_of(device).fallback_variable, ""
         if variable:
-            there = f" There, {variable}=1 runs such ops on the CPU."
             fallback = f"set {variable}=1 to run it on the CPU, or "
-        if predicted:
-            return message, f"No kernel of the op is known on {device}.{there} Scan with --device cpu to see the rest."
         return message, f"If the op has no kernel on {device}, {fallback}scan with --device cpu."
     return message, _HINTS.get(part, "") or _hint_for_model(error.message, target)
 
@@ -100,8 +89,6 @@ def _hint_for_model(error: str, target: Target) -> str:
             f"Some of its weights are in 16 bits as given, as {narrow} is; the reference has all in fp32. "
             "Cast the inputs of such layers with x.to(layer.weight.dtype), so that the model runs in both."
         )
-    if NOT_READ in error:
-        return "Only attributes of modules are read (module.weight, not parameters()): scan it without --stream."
     shapes = ", ".join(describe_inputs(target.args, target.kwargs)) or "none"
     if target.default_inputs:
         return f"The inputs are defaults ({shapes}); give others: --inputs input_ids=1x32:int64,mask=1x32."

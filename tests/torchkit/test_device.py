@@ -9,10 +9,13 @@ import torch
 from conftest import ROOT
 
 from lowprec_check import scan
+from lowprec_check.core.mode import Mode
 from lowprec_check.core.reference_errors import failed_reference
 from lowprec_check.engine.model.prepared import autocast_problem
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.errors import UsageError
+from lowprec_check.features.prediction.run import StandIn
+from lowprec_check.schema.measures import PredictedDevice
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.verdict import ExceptionInfo
 from lowprec_check.torchkit import devices
@@ -82,11 +85,11 @@ def test_the_cpu_uses_the_same_functions() -> None:
 
 
 def test_torch_cuda_is_used_only_in_a_few_files() -> None:
-    engine = ROOT / "lowprec_check" / "engine"
-    named = {path for path in engine.parent.rglob("*.py") if "torch.cuda" in path.read_text(encoding="utf-8")}
+    package = ROOT / "lowprec_check"
+    named = {path for path in package.rglob("*.py") if "torch.cuda" in path.read_text(encoding="utf-8")}
     assert named == {
-        engine / "run" / "target_source.py",  # in a comment
-        engine / "core" / "devices.py",
+        package / "engine" / "model" / "target_source.py",  # in a comment
+        package / "torchkit" / "devices.py",
     }
 
 
@@ -101,7 +104,7 @@ def test_torch_cuda_is_used_only_in_a_few_files() -> None:
 def test_the_fallback_variable_is_suggested_only_for_devices_that_have_one(device: str, hint: str) -> None:
     raised = ExceptionInfo(type="NotImplementedError", message="no kernel", module=None, source=None)
     target = make_target(torch.nn.Linear(2, 2), torch.ones(1, 2))
-    message, found = failed_reference(raised, target, device, predicted=False)
+    message, found = failed_reference(raised, target, Mode(), device)
     assert f"fails in fp32 on {device}" in message
     assert hint in found
 
@@ -114,7 +117,8 @@ def test_a_prediction_needs_a_cpu_kernel_of_each_custom_op() -> None:
         torch.ops.only_on_cuda.double(torch.ones(1))
     error = ExceptionInfo(type="NotImplementedError", message=str(raised.value), module=None, source=None)
     target = make_target(torch.nn.Linear(2, 2), torch.ones(1, 2))
-    _, hint = failed_reference(error, target, "cuda", predicted=True)
+    device = PredictedDevice(name="cuda", torch="2.11", kernels="", autocast="2.11")
+    _, hint = failed_reference(error, target, StandIn(device), "cuda")
     assert hint == "A prediction runs on the CPU: register a CPU kernel of only_on_cuda::double."
 
 

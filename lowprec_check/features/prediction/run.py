@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,11 +17,16 @@ from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.target_source import TargetSource
 from lowprec_check.errors import UsageError
 from lowprec_check.features.prediction.stand_in_process import assumed_ops, become_stand_in, known_ops, standing_in
+from lowprec_check.schema.axes import device_of
 from lowprec_check.schema.measures import PredictedDevice
 from lowprec_check.schema.op_calls import FALLBACK_WARNING
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.precisions import Precision
+from lowprec_check.schema.verdict import ExceptionInfo
 from lowprec_check.torchkit.compiled import compiled_code_in_eager
+from lowprec_check.torchkit.devices import says_device_is_absent
+
+CUSTOM_OP_WITHOUT_CPU = re.compile(r"Could not run '(?!aten::)([^']+)' with arguments from the '\w*CPU' backend")
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,7 @@ class StandIn(Mode):
 
     device: PredictedDevice
     name = "predicted"
+    fails = "is predicted to fail"
     evidence = "predicted"
     has_times = False
     has_backends = False
@@ -51,6 +58,20 @@ class StandIn(Mode):
     def shown_device(self, device: str) -> str:
         """The predicted one."""
         return self.device.name
+
+    def failure_hint(self, error: ExceptionInfo, device: str) -> str | None:
+        """What fails because the device is not here, or has no kernel."""
+        custom = CUSTOM_OP_WITHOUT_CPU.search(error.message)
+        if says_device_is_absent(error.message):
+            return "The model names the device itself, which is not here: let it use the device of its inputs."
+        if custom is not None:
+            return f"A prediction runs on the CPU: register a CPU kernel of {custom[1]}."
+        if error.type != "NotImplementedError":
+            return None
+        variable, there = device_of(device).fallback_variable, ""
+        if variable:
+            there = f" There, {variable}=1 runs such ops on the CPU."
+        return f"No kernel of the op is known on {device}.{there} Scan with --device cpu to see the rest."
 
     def begin(self, target: Target, send: Send) -> None:
         """Become the stand-in; the process can do nothing else afterwards."""

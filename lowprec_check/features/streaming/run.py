@@ -22,7 +22,7 @@ from lowprec_check.core.preparation import prepared_for
 from lowprec_check.core.target_runs import TargetRuns
 from lowprec_check.core.tasks import RunTask
 from lowprec_check.core.trace.execution import Emulation
-from lowprec_check.engine.model.streamed_weights import AHEAD_BYTES, HELD_BYTES, WeightStream, stream_of
+from lowprec_check.engine.model.streamed_weights import AHEAD_BYTES, HELD_BYTES, NOT_READ, WeightStream, stream_of
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.target_source import TargetSource
 from lowprec_check.engine.model.target_spec import NOTICE
@@ -31,6 +31,7 @@ from lowprec_check.process import system
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.run_key import REFERENCE, RunKey
 from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.verdict import ExceptionInfo
 from lowprec_check.torchkit.devices import generator_states, seed_everything
 from lowprec_check.torchkit.output_comparison import digest_of
 
@@ -98,6 +99,12 @@ class Streaming(Mode):
         runs = {run.key: run for run in earlier.runs[1:] if run.status != "skipped" and run.base is None}
         source.report(NOTICE, f"Resumed: {', '.join(key.label for key in runs)} of the scan that ended early.")
         return runs
+
+    def failure_hint(self, error: ExceptionInfo, device: str) -> str | None:
+        """A weight that was used without its module."""
+        if NOT_READ not in error.message:
+            return None
+        return "Only attributes of modules are read (module.weight, not parameters()): scan it without --stream."
 
     def adjusted(self, task: RunTask) -> RunTask:
         """Without measurements; the derivative reads all weights again, so it must be asked for."""
