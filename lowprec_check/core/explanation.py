@@ -29,7 +29,7 @@ COLD = 0.1
 
 
 def explain(task: RunTask, target: Target, report: Reporter, outputs: list[Tensor] | None = None) -> None:
-    """Run the instrumented part; add what it found, and what it blames as plain calls show it."""
+    """Run the instrumented part; add what it found, and what features try then."""
     op_seconds, measure_once = None, task.measure_once
     if task.so_far is None:
         measure_once = task.is_too_slow(report.so_far)
@@ -70,8 +70,8 @@ def instrument(
     outputs: list[Tensor] | None = None,
     keep: Callable[[Any], None] = lambda _output: None,
 ) -> RunSoFar:
-    """What the instrumented part alone shows, in eager mode; it must give ``outputs`` if nothing
-    is rescued.
+    """What the instrumented part alone shows, in eager mode; its output is compared bit by bit
+    with ``outputs`` if nothing is rescued.
     """
     allowed, begun = allowance(task, target.model), task.begun()
     if allowed.errors is None:

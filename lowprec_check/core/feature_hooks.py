@@ -1,4 +1,4 @@
-"""What a feature may add to a scan. The core calls each hook at one place, and names no feature.
+"""What a feature may add to a scan. The core calls each hook at one place, and imports no feature.
 
 A feature is a folder in :mod:`lowprec_check.features`, whose module ``run`` has an instance of
 :class:`Feature`. Every hook does nothing by default.
@@ -71,7 +71,7 @@ class Feature:
     keeps: ClassVar[Sequence[str]] = ()
     """Names of what it keeps of the fp32 run for later workers, by :meth:`TaskFiles.keep`."""
 
-    def mode(self, source: TargetSource, options: ScanOptions, machine: Machine | None) -> Mode | None:
+    def mode(self, source: TargetSource, options: ScanOptions, machine: Machine) -> Mode | None:
         """The mode of a scan, if this feature has one that is asked for."""
         return None
 

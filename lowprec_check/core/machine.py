@@ -39,7 +39,7 @@ class Machine(Struct, frozen=True, kw_only=True):
         return str(self.environment["device"])
 
 
-def prepared_runs(
+def machine_and_isolation(
     source: TargetSource, isolation: Isolation | None, device: str | None, find: Callable[[], Machine]
 ) -> tuple[Machine, Isolation]:
     """What ``find`` returns, where ``device`` may be initialized, and how runs are isolated."""

@@ -169,7 +169,7 @@ class Mode:
         """Add to a run what is known at its end."""
 
 
-def mode_of(source: TargetSource, options: ScanOptions, machine: Machine | None = None) -> Mode:
+def mode_of(source: TargetSource, options: ScanOptions, machine: Machine) -> Mode:
     """The mode of a scan; :class:`UsageError` for options that do not fit, or two modes at once."""
     modes = (feature.mode(source, options, machine) for feature in features())
     return only_mode([mode for mode in modes if mode is not None], options)

@@ -1,4 +1,4 @@
-"""Scans a target: runs it in every precision on every backend, explains, and recommends."""
+"""Scans a target: runs it in each precision on each backend, explains, and recommends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lowprec_check.analysis.run_summary import vanishes
 from lowprec_check.analysis.source_lines import texts_of_lines
 from lowprec_check.catalog.versions import release_of
 from lowprec_check.core.feature_hooks import features
-from lowprec_check.core.machine import machine_for, prepared_runs, version
+from lowprec_check.core.machine import machine_and_isolation, machine_for, version
 from lowprec_check.core.mode import mode_of
 from lowprec_check.core.target_runs import open_batches
 from lowprec_check.core.trace.plain_modes import parse_withheld
@@ -116,7 +116,7 @@ def growing_scan(
     """Yield the result after each run, without its conclusion; reuses runs of ``earlier``."""
     check_options(options)
     # The machine is asked in a process of its own where that may initialize its device.
-    machine, isolation = prepared_runs(
+    machine, isolation = machine_and_isolation(
         source,
         isolation,
         options.device_name,
@@ -130,7 +130,10 @@ def growing_scan(
         fp32 = batches[0].reference()
         # The output of many models vanishes with initial weights, and fp16 cannot be judged: then
         # the weights are scaled, and fp32 runs again on the new target.
-        if mode.is_forward and vanishes(fp32) and source.scale_weights(options.seed, fp32.output_rms or 0.0):
+        was_scaled = False
+        if mode.is_forward and vanishes(fp32):
+            was_scaled = source.scale_weights(options.seed, fp32.output_rms or 0.0)
+        if was_scaled:
             stack.close()
             batches = stack.enter_context(open_batches(source, options, machine, isolation, mode))
             fp32 = batches[0].reference()
@@ -155,6 +158,7 @@ def growing_scan(
         yield result
 
         resumed = mode.resumed(source, result, earlier)
+        # The first key is that of fp32.
         for key in first.in_order(keys[1:]):
             # A resumed run has what features added to it.
             run = resumed.get(key)

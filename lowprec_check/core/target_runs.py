@@ -1,4 +1,4 @@
-"""Runs one target repeatedly, each time in a worker, and returns a :class:`Run` each."""
+"""Runs one target repeatedly, each time as a task of its own, and returns a :class:`Run` each."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class TargetRuns:
         mode: Mode | None = None,
     ) -> None:
         self.target, self.options, self._machine = source.target, options, machine
-        self.mode = mode or mode_of(source, options)
+        self.mode = mode or mode_of(source, options, machine)
         self._template = RunTask(
             precision=REFERENCE,
             device=machine.runs_on,
@@ -354,7 +354,7 @@ class TargetRuns:
 def open_runs(
     source: TargetSource, options: ScanOptions, machine: Machine, isolation: Isolation, mode: Mode | None = None
 ) -> Iterator[TargetRuns]:
-    """Yield a :class:`TargetRuns` with its files; ``mode`` is by default that of the target."""
+    """Yield a :class:`TargetRuns` with its files; ``mode`` is by default that of the options."""
     with open_task_files() as files, contextlib.closing(source):
         runs = TargetRuns(source, options, machine, isolation, files, mode)
         with contextlib.closing(runs):

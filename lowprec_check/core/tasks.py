@@ -211,6 +211,7 @@ class RunTask(ModelTask):
     batches: int = 1
     """Number of batches that runs of their own try: further inputs are those after them."""
     draws: bool = True
+    """Whether the model may draw random numbers, as far as its runs before this one show."""
     status_only: bool = False
     """Whether nothing but the status is asked for: a call that fails is the last one."""
 
@@ -220,6 +221,7 @@ class RunTask(ModelTask):
     budget_error: bool = True
     """Whether to find where the output's error comes from, if both errors of ops are computed."""
     reference: str = "fp32"
+    """The precision of what ops are compared with: ``fp32`` or ``fp64``."""
     explain_budget: float = 20.0
     limits_memory: bool = True
     """Whether the instrumented part takes a multiple of fp32's memory, not all free memory."""
@@ -236,7 +238,7 @@ class RunTask(ModelTask):
     crashed: tuple[tuple[CallSite, str], ...] = ()
     """Where the process died twice, and how."""
     measure_once: bool = False
-    """Whether the model failed or is slow, so that each op is run once only."""
+    """Whether the model failed or is slow: an op that is slow in one call is emulated at once."""
 
     @property
     def part_budget(self) -> float:
@@ -270,7 +272,7 @@ class RunTask(ModelTask):
             evidence=self.evidence,
             keep_fp32=list(self.keep_fp32),
             tolerance=self.tolerance,
-            status="timeout",
+            status="timeout",  # counts once it is judged; until then, what it is if it never ends
             complete=not self.instrumented,
         )
         return RunSoFar(run=run)

@@ -50,10 +50,13 @@ class OpObserver:
         """An input of the model is ``low`` instead of ``wide``."""
 
     def before(self, call: DispatchedCall) -> None:
-        """``call`` is about to run, on low-precision values."""
+        """``call`` is about to run on low-precision values; others are not shown."""
 
     def after(self, call: DispatchedCall, row: OpCall, outputs: list[Tensor]) -> None:
-        """``call`` gave ``outputs``, which the reference has followed; ``row`` is saved of it."""
+        """Any ``call`` but a view gave ``outputs``; ``row`` is saved of it.
+
+        The reference has followed it if it is ``involved``.
+        """
 
     def finish(self, end: End) -> Mapping[str, Any]:
         """The fields of the run that it adds."""

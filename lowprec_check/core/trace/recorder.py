@@ -95,11 +95,11 @@ class Recorder(DispatchMode):
                 return self.execution.pending.resolve(call, out)
             return out
 
-        # Before the op runs: what it writes to is lost afterwards.
         self._begin(call, frame)
         state = None
         if call.involved or self._errors == "none":
             state = state_before(call)
+        # Before the op runs: what it writes to is lost afterwards.
         if call.involved and self._errors != "none":
             self._guarded(call, self._prepare, call, state is not None)
         out = self.execution.run(call)
@@ -142,7 +142,7 @@ class Recorder(DispatchMode):
     def _guarded(self, call: DispatchedCall, observe: Callable[..., T], *args: Any) -> T | None:
         """Return ``observe(*args)``; an exception of the instruments does not reach the model."""
         try:
-            with observing():
+            with observing(), torch._C._DisableAutocast():
                 result: T = observe(*args)
             return result
         except Exception as error:
@@ -158,13 +158,12 @@ class Recorder(DispatchMode):
 
     def _prepare(self, call: DispatchedCall, may_draw: bool) -> None:
         """Before the op runs: make twins for its writes, and widen its arguments for reruns."""
-        with torch._C._DisableAutocast():
-            call.input_errors = self._op_errors.of_inputs(call)
-            self.lockstep.prepare_writes(call)
-            if may_draw or (self._errors == "both" and has_local_error(call)):
-                widened_arguments(call, self.lockstep.twins)
-            for observer in self._observers:
-                observer.before(call)
+        call.input_errors = self._op_errors.of_inputs(call)
+        self.lockstep.prepare_writes(call)
+        if may_draw or (self._errors == "both" and has_local_error(call)):
+            widened_arguments(call, self.lockstep.twins)
+        for observer in self._observers:
+            self._guarded(call, observer.before, call)
 
     def _record(self, call: DispatchedCall, out: Any, state: GeneratorState | None) -> None:
         outputs = call.results(out)
@@ -177,12 +176,13 @@ class Recorder(DispatchMode):
         self.drew |= call.drew
         if self._timed and call.outcome == "ok":
             row.time_ms = _milliseconds(call.seconds)
-        with torch._C._DisableAutocast():
+        try:
             if call.involved and outputs and self._errors != "none":
                 self._measure(call, outputs, state, row)
             for observer in self._observers:
-                observer.after(call, row, outputs)
-        self.journal.add(row)
+                self._guarded(call, observer.after, call, row, outputs)
+        finally:
+            self.journal.add(row)
 
     def _measure(self, call: DispatchedCall, outputs: list[Tensor], state: GeneratorState | None, row: OpCall) -> None:
         """Advance the reference, and compare the outputs with it."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lowprec_check.analysis.run_summary import plan_starts
 from lowprec_check.analysis.snippet import snippet
 from lowprec_check.analysis.suspects import blame
-from lowprec_check.core.machine import Machine, environment, prepared_runs, version
+from lowprec_check.core.machine import Machine, environment, machine_and_isolation, version
 from lowprec_check.core.target_runs import TargetRuns, open_runs
 from lowprec_check.core.trace.plain_modes import parse_withheld
 from lowprec_check.engine.model.model_info import describe_target
@@ -92,7 +92,7 @@ def growing_planning(source: TargetSource, isolation: Isolation | None, options:
             "call.",
         )
     parse_withheld(options.without_kernel)
-    machine, isolation = prepared_runs(
+    machine, isolation = machine_and_isolation(
         source, isolation, options.device_name, lambda: Machine(environment=environment(options.device_name))
     )
     settings = ScanOptions(

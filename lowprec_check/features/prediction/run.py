@@ -95,7 +95,7 @@ class StandIn(Mode):
 class Prediction(Feature):
     """Scans for a device that is not here."""
 
-    def mode(self, source: TargetSource, options: ScanOptions, machine: Machine | None) -> Mode | None:
+    def mode(self, source: TargetSource, options: ScanOptions, machine: Machine) -> Mode | None:
         """If the machine is not the device."""
         if machine is None or machine.predicted is None:
             return None

@@ -182,7 +182,7 @@ def _estimate(stream: WeightStream, options: ScanOptions, device: str) -> str:
 class Streams(Feature):
     """Weights that stay in their files."""
 
-    def mode(self, source: TargetSource, options: ScanOptions, machine: Machine | None) -> Mode | None:
+    def mode(self, source: TargetSource, options: ScanOptions, machine: Machine) -> Mode | None:
         """If the model was loaded so."""
         stream = stream_of(source.target.model)
         if stream is None:

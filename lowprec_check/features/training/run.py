@@ -144,7 +144,7 @@ class ExtensionTask(ModelTask):
 class TrainingFeature(Feature):
     """Scans of training."""
 
-    def mode(self, source: TargetSource, options: ScanOptions, machine: Machine | None) -> Mode | None:
+    def mode(self, source: TargetSource, options: ScanOptions, machine: Machine) -> Mode | None:
         """If it is asked for."""
         return Training(options.training_steps) if options.train else None
 
