@@ -110,9 +110,9 @@ MACHINE = {
     "LP106": "times; executed below",
     "LP107": "a kernel that crashes; executed below",
     "LP301": "another precision, tested below",
-    "LP306": "a fault of a compiler; tests/core/test_compiler_check.py",
-    "LP307": "inputs like others; tests/core/test_margin.py",
-    **dict.fromkeys(["LP308", "LP309", "LP310"], "another backend; tests/core/test_backend_check.py"),
+    "LP306": "a fault of a compiler; tests/features/backend_checks",
+    "LP307": "inputs like others; tests/features/inputs/test_margin.py",
+    **dict.fromkeys(["LP308", "LP309", "LP310"], "another backend; tests/features/backend_checks"),
     "LP302": "a kernel that adds up in 16 bits, tested below",
     **dict.fromkeys(
         [f"LP50{number}" for number in range(1, 10)], "training; tests/features/training/test_training_advice.py"

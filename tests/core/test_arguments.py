@@ -118,7 +118,7 @@ def test_a_model_that_refuses_a_precision_is_a_failed_run(error: type[BaseExcept
     assert refused.exception is not None
     assert (refused.exception.type, refused.exception.message) == (error.__name__, "cast it to another dtype")
     assert refused.exception.source is not None
-    assert refused.exception.source.startswith("tests/engine/test_arguments.py:")
+    assert refused.exception.source.startswith("tests/core/test_arguments.py:")
     assert not refused.gaps
     assert result.run("bfloat16").status == "ok"
     assert model.weight.dtype == torch.float32

@@ -140,7 +140,7 @@ def write(folder: Path, code: str) -> Path:
 
 
 UNTIMED = ("--times", "off")
-"""For tests that start an interpreter for each run; times need as many again (tests/core/test_rounds.py)."""
+"""For tests that start an interpreter for each run; times need as many again (tests/features/times/test_rounds.py)."""
 
 
 def scanned(call: Call, folder: Path, code: str, *options: str) -> ScanResult:
