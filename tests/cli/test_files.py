@@ -184,7 +184,11 @@ inputs = torch.randn(1, 2)
 
 
 def test_only_one_module_writes_files_for_users() -> None:
-    files = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in ("core", "engine", "process", "torchkit")]
+    files = [
+        path
+        for path in PACKAGE.rglob("*.py")
+        if path.relative_to(PACKAGE).parts[0] not in ("core", "engine", "process", "torchkit")
+    ]
     assert len(files) > 100
     writing = [
         path.name for path in files if any(word in path.read_text() for word in (".write_text(", ".write_bytes("))

@@ -19,20 +19,20 @@ from conftest import EXAMPLES, Call
 from torch import Tensor, nn
 
 from lowprec_check import Run, ScanResult, scan
-from lowprec_check.core import isolation, target_source
 from lowprec_check.core.launcher import Launcher
 from lowprec_check.core.messages import Reporter
 from lowprec_check.core.mode import Mode
 from lowprec_check.core.scan import scan_target
 from lowprec_check.core.tasks import RunTask, open_task_files
 from lowprec_check.core.trace import journal
+from lowprec_check.engine.model import target_source
 from lowprec_check.engine.model.memory import free_weights
 from lowprec_check.engine.model.target import Target, make_target
 from lowprec_check.engine.model.target_source import TargetSource, cuda_asked_in_a_fork, load_here
 from lowprec_check.engine.model.target_spec import TargetSpec
 from lowprec_check.process import Isolation
 from lowprec_check.schema.options import ScanOptions
-from lowprec_check.torchkit import devices
+from lowprec_check.torchkit import devices, isolation
 from lowprec_check.torchkit.isolation import isolation_on
 
 HEAD = """

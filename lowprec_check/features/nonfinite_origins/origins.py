@@ -70,10 +70,14 @@ class NonfiniteOrigins(OpObserver):
 
     def after(self, call: DispatchedCall, row: OpCall, outputs: list[Tensor]) -> None:
         """Find the origins of Inf and NaN in ``outputs``; count the op's own."""
-        if not call.involved:
-            return
         if self._call is not call:
             self._held = {}
+        # A call that is kept keeps its arguments, too.
+        self._call = None
+        if call.involved:
+            self._follow(call, row, outputs)
+
+    def _follow(self, call: DispatchedCall, row: OpCall, outputs: list[Tensor]) -> None:
         wrong: dict[int, Tensor] = {}
         for index, out in enumerate(outputs):
             twin = self._twins.find_strided(out) if is_float(out) else None
