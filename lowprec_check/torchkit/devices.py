@@ -210,8 +210,9 @@ def peak_memory(device: torch.device, work: Callable[[], Any]) -> int | None:
     synchronize(device)
     module.reset_peak_memory_stats(device)
     before = module.memory_allocated(device)
-    work()
-    synchronize(device)
+    with _garbage_kept():
+        work()
+        synchronize(device)
     return int(module.max_memory_allocated(device) - before)
 
 
@@ -221,12 +222,10 @@ def peak_allocated(work: Callable[[], Any]) -> int:
     api: Any = profiler
     only_memory = (False, True, False, False, False)  # not shapes, stacks, FLOPs and modules
     settings = torch._C._profiler._ExperimentalConfig()
-    # What an earlier profile saw allocated, and is freed in this one, would be subtracted.
-    gc.collect()
     api._enable_profiler_legacy(api.ProfilerConfig(api.ProfilerState.CPU, *only_memory, settings))
     try:
         # torch warns of memory that was allocated before and is freed in the call.
-        with _without_stderr():
+        with _without_stderr(), _garbage_kept():
             work()
     finally:
         threads = api._disable_profiler_legacy()
@@ -234,6 +233,18 @@ def peak_allocated(work: Callable[[], Any]) -> int:
     changes = (event.cpu_memory_usage() for event in events if event.kind() == "memory_alloc")
     peak: int = max(itertools.accumulate(changes, initial=0))
     return peak
+
+
+@contextlib.contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """Free no garbage of what was done before, which would count as memory that the work frees."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager
