@@ -74,9 +74,10 @@ def layout() -> str:
     return "\n".join([*rows, ""])
 
 
-def rank(package: Path, order: list[str]) -> tuple[int, ...]:
+def rank(package: Path, order: list[str]) -> tuple[list[int], str]:
     """Where a package stands: by its place in the import contracts, then by name."""
-    return tuple(order.index(part) if part in order else len(order) for part in package.relative_to(PACKAGE).parts)
+    parts = package.relative_to(PACKAGE).parts
+    return [order.index(part) if part in order else len(order) for part in parts], package.name
 
 
 def first_sentence(path: Path) -> str:

@@ -1,1 +1,1 @@
-"""What a result means: diagnostics, the recommendation, differences, the search for a plan."""
+"""What a result means: diagnostics, the recommendation, differences."""
