@@ -208,9 +208,9 @@ def peak_memory(device: torch.device, work: Callable[[], Any]) -> int | None:
     if not hasattr(module, "reset_peak_memory_stats"):
         return None
     synchronize(device)
-    module.reset_peak_memory_stats(device)
-    before = module.memory_allocated(device)
     with _garbage_kept():
+        module.reset_peak_memory_stats(device)
+        before = module.memory_allocated(device)
         work()
         synchronize(device)
     return int(module.max_memory_allocated(device) - before)
@@ -222,13 +222,15 @@ def peak_allocated(work: Callable[[], Any]) -> int:
     api: Any = profiler
     only_memory = (False, True, False, False, False)  # not shapes, stacks, FLOPs and modules
     settings = torch._C._profiler._ExperimentalConfig()
-    api._enable_profiler_legacy(api.ProfilerConfig(api.ProfilerState.CPU, *only_memory, settings))
-    try:
-        # torch warns of memory that was allocated before and is freed in the call.
-        with _without_stderr(), _garbage_kept():
-            work()
-    finally:
-        threads = api._disable_profiler_legacy()
+    # Before it starts: garbage of an earlier profile, freed in this one, would be subtracted.
+    with _garbage_kept():
+        api._enable_profiler_legacy(api.ProfilerConfig(api.ProfilerState.CPU, *only_memory, settings))
+        try:
+            # torch warns of memory that was allocated before and is freed in the call.
+            with _without_stderr():
+                work()
+        finally:
+            threads = api._disable_profiler_legacy()
     events = itertools.chain.from_iterable(threads)
     changes = (event.cpu_memory_usage() for event in events if event.kind() == "memory_alloc")
     peak: int = max(itertools.accumulate(changes, initial=0))

@@ -400,16 +400,21 @@ def test_peak_memory_counts_what_is_allocated() -> None:
     assert peak_allocated(work) == 3 * 2**20
 
 
-def test_peak_memory_leaves_out_garbage_of_an_earlier_measurement() -> None:
+def test_peak_memory_leaves_out_garbage_of_an_earlier_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     def make_garbage() -> None:
         cycle = [torch.empty(1000)]
         cycle.append(cycle)  # type: ignore[arg-type]
 
+    def collect() -> None:
+        if gc.isenabled():  # as Python may at any time
+            gc.collect()
+
     def work() -> None:
-        if gc.isenabled():
-            gc.collect()  # as Python may at any time
+        collect()
         torch.empty(1000)
 
+    enable = torch.autograd._enable_profiler_legacy
+    monkeypatch.setattr(torch.autograd, "_enable_profiler_legacy", lambda config: (enable(config), collect()))
     thresholds = gc.get_threshold()
     gc.set_threshold(0)
     try:
