@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,8 +31,6 @@ from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.torchkit.dispatch_mode import AutocastKeys, DispatchMode, observing
 from lowprec_check.torchkit.floating_dtypes import NARROW, is_narrow, underflows
 from lowprec_check.torchkit.source_location import instruction_of
-
-T = TypeVar("T")
 
 
 class Recorder(DispatchMode):
@@ -139,15 +137,21 @@ class Recorder(DispatchMode):
                 involved = True
         call.involved = involved
 
-    def _guarded(self, call: DispatchedCall, observe: Callable[..., T], *args: Any) -> T | None:
-        """Return ``observe(*args)``; an exception of the instruments does not reach the model."""
+    def _guarded(self, call: DispatchedCall, observe: Callable[..., None], *args: Any) -> None:
+        """Do ``observe(*args)``; an exception of the instruments does not reach the model."""
         try:
             with observing(), torch._C._DisableAutocast():
-                result: T = observe(*args)
-            return result
+                observe(*args)
         except Exception as error:
             self._note_fault(call.traits.name, error)
-            return None
+
+    def _observe(self, call: DispatchedCall, look: Callable[[OpObserver], None]) -> None:
+        """Let each observer look at ``call``; an exception of one does not reach the others."""
+        for observer in self._observers:
+            try:
+                look(observer)
+            except Exception as error:
+                self._note_fault(call.traits.name, error)
 
     def _note_fault(self, what: str, error: Exception) -> None:
         reason = first_line(message_of(error))
@@ -162,8 +166,7 @@ class Recorder(DispatchMode):
         self.lockstep.prepare_writes(call)
         if may_draw or (self._errors == "both" and has_local_error(call)):
             widened_arguments(call, self.lockstep.twins)
-        for observer in self._observers:
-            self._guarded(call, observer.before, call)
+        self._observe(call, lambda observer: observer.before(call))
 
     def _record(self, call: DispatchedCall, out: Any, state: GeneratorState | None) -> None:
         outputs = call.results(out)
@@ -179,8 +182,7 @@ class Recorder(DispatchMode):
         try:
             if call.involved and outputs and self._errors != "none":
                 self._measure(call, outputs, state, row)
-            for observer in self._observers:
-                self._guarded(call, observer.after, call, row, outputs)
+            self._observe(call, lambda observer: observer.after(call, row, outputs))
         finally:
             self.journal.add(row)
 

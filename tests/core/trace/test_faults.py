@@ -7,14 +7,19 @@ import re
 import pytest
 import torch
 from generated import FAULTS, STEPS, Cholesky, Fault, InPlace, Norm, Project, Step, Underflow, build, inputs
-from helpers import run
+from helpers import CPU, DEFAULT, begun, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import spectral_norm
 
 from lowprec_check.analysis.rules.registry import diagnose
+from lowprec_check.core.trace.dispatched_call import DispatchedCall
+from lowprec_check.core.trace.instrument import fp32_state, run_instrumented
+from lowprec_check.core.trace.observers import OpObserver
+from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.schema.op_calls import OpCall, to_columns
+from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.scan_result import Diagnostic, ModelInfo, Run, ScanResult
 
 SAFE = [kind for kind in STEPS if kind.__name__ in ("Project", "Norm", "Residual", "SplitCat", "InPlace")]
@@ -211,3 +216,22 @@ def test_pooling_indices_and_pivots_of_a_model(precision: str) -> None:
     assert counts is not None
     assert int(counts[2].replace(",", "")) == 2 * 2 * 16 * 16 + 32 + 1  # the pivots and whether the factors exist
     assert 0 < int(counts[1].replace(",", "")) < 2 * 2 * 16 * 16 + 32
+
+
+class Breaks(OpObserver):
+    """Raises at each call."""
+
+    def after(self, call: DispatchedCall, row: OpCall, outputs: list[Tensor]) -> None:
+        raise ValueError("the observer is broken")
+
+
+def test_a_fault_of_an_observer_costs_no_row_and_no_other_observer() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), torch.ones(2, 4)
+    with prepared(model, PRECISIONS.get("bfloat16"), CPU) as ready:
+        options = DEFAULT._replace(observers=(lambda _: Breaks(), *DEFAULT.observers))
+        broken = run_instrumented(begun("bfloat16"), ready, (x,), {}, fp32_state(model), options)
+        sound = run_instrumented(begun("bfloat16"), ready, (x,), {}, fp32_state(model), DEFAULT)
+    assert all(fault.endswith("the observer is broken") for fault in broken.faults)
+    assert broken.faults
+    assert broken.run.op_calls.op == sound.run.op_calls.op
+    assert broken.run.magnitudes == sound.run.magnitudes
