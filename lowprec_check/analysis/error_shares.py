@@ -21,6 +21,7 @@ model, where one passes them to another.
 CAST_INPUT = "cast input"  # what stands for the op in the share of rounding the inputs
 CANCELS = 0.1  # a module in fp32 that raises the squared error by this part cancels errors of others
 CHANCE = 2.0  # a derived share counts if it is at least this many times the spread of its budget
+VAGUE = 0.5  # of the squared error: a cause cannot be told from others
 
 Place = tuple[str, str, str | None]
 """Module, op and line."""
@@ -56,6 +57,11 @@ def is_over_tolerance(run: Run) -> bool:
 def is_trusted(budget: ErrorBudget) -> bool:
     """Whether it names causes: the first order explains at least half of the squared error."""
     return budget.known and budget.unexplained is not None and abs(budget.unexplained) <= TRUSTED
+
+
+def is_vague(run: Run) -> bool:
+    """Whether chance may change the shares of its ops by a half or more."""
+    return run.budget is not None and CHANCE * run.budget.spread >= VAGUE
 
 
 def trusted_budget(run: Run) -> ErrorBudget | None:

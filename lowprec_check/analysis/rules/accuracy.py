@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from lowprec_check.analysis.choices import error_with_same_choices, other_ops
-from lowprec_check.analysis.error_shares import is_over_tolerance
+from lowprec_check.analysis.error_shares import is_over_tolerance, is_vague
 from lowprec_check.analysis.rules.gaps import from_gaps
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule, runs_with_ops, wide_dtype
 from lowprec_check.analysis.rules.relevance import (
@@ -228,7 +228,8 @@ def error_amplifier(result: ScanResult) -> Iterator[Finding]:
 
     Its own share of the output error is small: what it magnifies is counted for the ops that add
     it. Whether the magnified error reaches the output is not known. So this is a note wherever the
-    scan knows what causes the output error, and states the share of all ops up to this one.
+    scan knows what causes the output error to within a half, and states the share of all ops up to
+    this one.
 
     Usual causes: a difference of nearly equal numbers, the inverse of an ill-conditioned matrix, a
     steep function.
@@ -270,7 +271,8 @@ def error_amplifier(result: ScanResult) -> Iterator[Finding]:
                 yield as_harmless(finding)
             else:
                 up_to = "the share of all ops up to it in the output error is {share:share}"
-                yield finding.adding(say_if(share is not None, up_to, share=share))._replace(severity="note")
+                finding = finding.adding(say_if(share is not None, up_to, share=share))
+                yield finding if is_vague(run) else finding._replace(severity="note")
 
 
 @rule("LP304", "decision-flip", "note")
