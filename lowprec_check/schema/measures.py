@@ -340,6 +340,37 @@ class RangeTrial(Struct, frozen=True, kw_only=True):
         return self.module, self.op, self.source, self.nth
 
 
+class VanishedConstant(Struct, frozen=True, kw_only=True):
+    """A number in the code that is zero in the dtype of the op that takes it."""
+
+    module: str
+    """Dotted path, ``""`` for the model itself."""
+    source: str | None = None
+    """``file.py:line``."""
+    constant: float
+    """The number as the code has it."""
+
+    @property
+    def place(self) -> tuple[str, str | None, float]:
+        """Module, line and number."""
+        return self.module, self.source, self.constant
+
+
+class ConstantTrial(Struct, frozen=True, kw_only=True):
+    """A failing run again, with other numbers for constants that are zero in its dtype."""
+
+    constants: list[VanishedConstant]
+    """Those that matter: without another number for one of them, the run fails as before. If it
+    fails as before with other numbers for all, all that were replaced.
+    """
+    number: float
+    """The number in their place, with their signs; the dtype holds it."""
+    status: Status
+    """How that run ended, with the tolerance of the run."""
+    rel_l2: float | None = None
+    """Error of its output; ``None`` if it is not finite."""
+
+
 # -- A device that is not here, for which a scan predicts
 
 

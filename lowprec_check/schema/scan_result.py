@@ -22,6 +22,7 @@ from lowprec_check.schema.fixing import Fixing
 from lowprec_check.schema.measures import (
     Ablation,
     BatchRanges,
+    ConstantTrial,
     ErrorBudget,
     InputsTried,
     Latency,
@@ -113,6 +114,8 @@ class Run(Struct, frozen=True, kw_only=True):
     """What fp32 in the modules blamed for its error changed; ``None`` if it passes, or none is."""
     range_trials: list[RangeTrial] = []
     """What single places with values out of range do to the output of fp32; of a run that fails."""
+    constant_trial: ConstantTrial | None = None
+    """The run with numbers that its dtype holds for constants that are zero in it; if it fails."""
     lockstep_error: ErrorStats | None = None
     """Error of the instrumented output against its reference, which decides as the run does."""
     # Time and memory, of the plain part.

@@ -20,6 +20,7 @@ from lowprec_check.analysis.rules.relevance import (
     passing_elsewhere,
     place_finding,
     recommended_instead,
+    repairing_constants,
     search_advice,
     that_passes,
     weighed_places,
@@ -127,6 +128,9 @@ def _instead(run: Run, result: ScanResult) -> str:
             report = f"report this to {project_of(run.backend)}"
             fault = next((remark.text for remark in remarks if remark.kind == "state"), report)
         return f"use eager mode, or another backend; {fault}"
+    constants = repairing_constants(run)
+    if constants is not None and constants.status == "ok":
+        return f"{fill('use {}, or ', best is not None and best.label)}change the constants of LP206 first"
     if run.failed_call:
         return "try what the model keeps between calls in fp32"
     if run.is_quantized:

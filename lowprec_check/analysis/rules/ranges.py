@@ -12,10 +12,12 @@ from lowprec_check.analysis.rules.relevance import (
     keep_in_fp32,
     passing_elsewhere,
     place_finding,
+    repairing_constants,
     weighed_places,
     wider_range,
 )
 from lowprec_check.analysis.run_summary import fails_elsewhere
+from lowprec_check.schema.measures import ConstantTrial
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.precisions import FloatFormat, formats
 from lowprec_check.schema.scan_result import Run, ScanResult, Severity
@@ -194,7 +196,11 @@ def vanishing_constant(result: ScanResult) -> Iterator[Finding]:
     with it is one with zero. Numbers that a kernel takes in fp32, such as the `eps` of
     `layer_norm`, do not count.
 
-    It is a warning if an op of the same module gives NaN or Inf later in this run.
+    It is a warning if an op of the same module gives NaN or Inf later in this run. In a run that
+    fails, the scan tries what other constants do: it runs the model again with the smallest number
+    that the dtype holds with all its digits in the place of each (6e-5 in fp16), or with the
+    smallest of all. It is an error if the output then passes, or is finite where it was not, and
+    fails as before without another number for this constant.
 
     Usual causes: an epsilon for fp32, such as `x / (norm + 1e-8)` or `clamp(min=1e-8)`; the default
     `eps` of `torch.nn.functional.normalize` (1e-12) and `cosine_similarity` (1e-8).
@@ -204,7 +210,7 @@ def vanishing_constant(result: ScanResult) -> Iterator[Finding]:
         # before: 0 / 0 for an x of zeros
         y = x / (x.norm() + 1e-8)
         # after
-        y = x / (x.norm() + torch.finfo(x.dtype).tiny)
+        y = x / (x.norm() + max(1e-8, torch.finfo(x.dtype).tiny))
     """
     for run in runs_with_ops(result):
         if not any(run.op_calls.vanished):
@@ -243,9 +249,48 @@ def _vanished(run: Run, result: ScanResult, calls: list[OpCall], after: OpCall |
         at = fill(" at {}", after.source != first.source and after.source)
         gives = say(f"{{op:op}}{reads} gives {{what:text}}{{at:text}}", op=after.op, what=what, at=at)
         message = chained(message, gives)
-    advice = f"use a constant of at least {smallest}, or compute this in fp32"
+    advice: Sentence | str | None = f"use a constant of at least {smallest}, or compute this in fp32"
+    trial = run.constant_trial
+    if trial is not None and (first.module, first.source, first.vanished) in {c.place for c in trial.constants}:
+        # What was tried is worth more than what such a constant usually does.
+        message, advice = chained(message, _with_others(run, trial)), None
+        if repairing_constants(run) is not None:
+            severity = "error"
+            advice = passing_elsewhere(run, result)
+        if trial.status == "ok":
+            advice = _largest_of(first.vanished or 0.0, trial.number, name, smallest=written)
     count = sum(row.op == first.op for row in calls)
-    return place_finding(result, run, first, count, message, advice)._replace(severity=severity)
+    finding = place_finding(result, run, first, count, message, advice)
+    return finding._replace(severity=severity, matters=True if severity == "error" else None)
+
+
+def _with_others(run: Run, trial: ConstantTrial) -> Sentence:
+    """What a run gives with other constants."""
+    place, end = "its place", "the output still has NaN or Inf"
+    if len(trial.constants) > 1:
+        place = f"the place of all {len(trial.constants)} such constants that were tried"
+    if trial.status == "ok":
+        end = "the output passes, error {error:error}"
+    elif trial.rel_l2 is not None and run.status == "nonfinite":
+        end = "the output is finite, error {error:error}, over the tolerance"
+    elif trial.rel_l2 is not None:
+        end = "the output error is still {error:error}, over the tolerance"
+    tried, number = f"with {{number:text}} in {place} {end}", f"{trial.number:.2g}"
+    if "{error" not in end:
+        return say(tried, number=number)
+    return say(tried, number=number, error=trial.rel_l2)
+
+
+def _largest_of(constant: float, number: float, dtype: str, smallest: FloatFormat | None) -> str:
+    """How to write a constant so that it is not zero in a dtype, and the same in fp32."""
+    held = f"{number:.1g}"
+    if smallest is not None and number == smallest.smallest_normal:
+        held = "torch.finfo(t.dtype).tiny"
+    larger = f"max({constant:g}, {held})"
+    if constant < 0:
+        larger = f"min({constant:g}, -{held})"
+    where = f", where t is the {dtype} tensor that this op computes with"
+    return f"write {larger} for it{where if 't.dtype' in held else ''}"
 
 
 def narrowest(dtypes: str) -> FloatFormat | None:

@@ -24,13 +24,13 @@ from lowprec_check.analysis.rules.registry import Finding, line_of, runs_with_op
 from lowprec_check.analysis.run_summary import candidates, fails_elsewhere, passes_all
 from lowprec_check.analysis.suspects import suspects
 from lowprec_check.schema.findings import Recommendation
-from lowprec_check.schema.measures import MATTERS
+from lowprec_check.schema.measures import MATTERS, ConstantTrial
 from lowprec_check.schema.module_paths import is_inside
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.precisions import LOW_FORMATS, FloatFormat
 from lowprec_check.schema.run_key import Phase
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.statements import Sentence, chained, say, say_if
+from lowprec_check.schema.statements import Sentence, chained, say, say_if, some
 
 _PREFIXES = {"backward": "in the backward pass: ", "optimizer": "in the optimizer step: "}
 
@@ -168,8 +168,8 @@ class Relevance:
             if self.known == "passes here" and _gives_nonfinite(row):  # it may spoil the output on other inputs
                 return harmless._replace(severity="warning", matters=None)
             return harmless
-        # What these values alone did is proof; where they go is the next best, then shares.
-        tried = self._by_trial(finding, row, by_trial) if by_trial else None
+        # What was tried is proof; where they go is the next best, then shares.
+        tried = self._by_constant(finding, row) or self._by_trial(finding, row, by_trial)
         if tried is not None:
             return tried
         if self.known == "nonfinite" or (row.reaches_output is False and _gives_nonfinite(row)):
@@ -196,8 +196,24 @@ class Relevance:
         finding = finding._replace(share=share, matters=True, help=advice)
         return finding.adding(share_sentence(share - leaving, leaving), disproved)
 
-    def _by_trial(self, finding: Finding, row: OpCall, by_trial: Literal["Inf", "zero"]) -> Finding | None:
+    def _by_constant(self, finding: Finding, row: OpCall) -> Finding | None:
+        """:meth:`weigh` if the run passes with other constants, or if one that matters is here."""
+        trial = repairing_constants(self.run)
+        if trial is None:
+            return None
+        end = "the output passes"
+        if trial.status != "ok":
+            end = "the output is finite"
+            if not any(constant.place == (row.module, row.source, row.vanished) for constant in trial.constants):
+                return None
+        places = sorted({constant.source or "the model" for constant in trial.constants})
+        why = say(f"with another constant at {{places:text}} {end} (LP206)", places=some(places))
+        return finding.adding(why)._replace(severity="note", help=None)
+
+    def _by_trial(self, finding: Finding, row: OpCall, by_trial: Literal["Inf", "zero"] | None) -> Finding | None:
         """:meth:`weigh` by what these values alone did to the output of fp32, if that was tried."""
+        if by_trial is None:
+            return None
         trial = self.trials.get((by_trial, *row.exact_place))
         if trial is None or (trial.rel_l2 is None and trial.status != "nonfinite"):
             return None
@@ -258,6 +274,15 @@ def gives_inf(row: OpCall) -> bool:
 def _gives_nonfinite(row: OpCall) -> bool:
     """Whether LP201, LP203 or LP207 is about this call."""
     return row.introduced_nan > 0 or gives_inf(row)
+
+
+def repairing_constants(run: Run) -> ConstantTrial | None:
+    """The trial of ``run`` with other constants, if it ends better than the run."""
+    trial = run.constant_trial
+    if trial is None or run.status not in ("nonfinite", "inaccurate"):
+        return None
+    improves = trial.status == "ok" or (trial.status == "inaccurate" and run.status == "nonfinite")
+    return trial if improves else None
 
 
 def _disproof(run: Run, module: str) -> Sentence | None:

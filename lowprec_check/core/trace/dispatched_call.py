@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -160,27 +160,51 @@ class DispatchedCall:
 
     def vanished_constant(self, outputs: list[Tensor]) -> float | None:
         """The first non-zero number given to the op that rounds to zero in the op's dtype."""
+        vanished: list[float] = []
+
+        def collect(number: float) -> float:
+            vanished.append(number)
+            return number
+
+        self.with_numbers(outputs, collect)
+        return next(iter(vanished), None)
+
+    def with_numbers(self, outputs: list[Tensor], instead: Callable[[float], float]) -> tuple[Args, Kwargs]:
+        """Its arguments, with others for the numbers that round to zero in the op's dtype."""
         slots = self.traits.number_slots
         if not slots or self.kwargs.get("alpha", 1) != 1:
-            return None
+            return self.args, self.kwargs
         tensors = self.inputs if self.traits.packet in COMPARISONS else outputs
         if not tensors or tensors[0].dtype not in NARROW:
-            return None
+            return self.args, self.kwargs
         # CUDA takes the number of ``logit`` in fp32.
         if self.traits.packet.startswith("aten::logit") and tensors[0].device.type != "cpu":
-            return None
+            return self.args, self.kwargs
+        # Half the smallest subnormal number rounds to zero, too: a tie goes to even.
+        limits = torch.finfo(tensors[0].dtype)
+        largest = limits.tiny * limits.eps / 2
+
+        def replaced(value: Any) -> Any:
+            if isinstance(value, (list, tuple)):
+                return type(value)(map(replaced, value))
+            is_number = isinstance(value, (int, float))
+            # A tensor, as ``cosine_similarity`` makes it; accelerators would have to wait.
+            if isinstance(value, Tensor) and value.device.type == "cpu" and not value.ndim:
+                is_number = value.dtype in (torch.float32, torch.float64)
+            if not is_number or not 0 < abs(float(value)) <= largest:
+                return value
+            number = instead(float(value))
+            if isinstance(value, Tensor):
+                return torch.tensor(number, dtype=value.dtype)
+            return number
+
+        args, kwargs = list(self.args), dict(self.kwargs)
         for index, name in slots:
-            value = self.args[index] if index < len(self.args) else self.kwargs.get(name)
-            if isinstance(value, Tensor) and name in ("min", "max") and value.device.type == "cpu" and not value.ndim:
-                # A bound that ``cosine_similarity`` made a tensor; accelerators would have to wait.
-                value = float(value) if value.dtype in (torch.float32, torch.float64) else None
-            for number in value if isinstance(value, (list, tuple)) else [value]:
-                if isinstance(number, (int, float)) and number:
-                    # Half the smallest subnormal number rounds to zero, too: a tie goes to even.
-                    limits = torch.finfo(tensors[0].dtype)
-                    if abs(number) <= limits.tiny * limits.eps / 2:
-                        return float(number)
-        return None
+            if index < len(args):
+                args[index] = replaced(args[index])
+            elif name in kwargs:
+                kwargs[name] = replaced(kwargs[name])
+        return tuple(args), kwargs
 
 
 def named_arguments(func: OpOverload, args: Args, kwargs: Kwargs) -> dict[str, Any]:

@@ -146,6 +146,7 @@ _NUMBERS_IN_LOW: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(["clamp", "clamp_min", "clamp_max"], ("min", "max")),
     **dict.fromkeys(["_foreach_maximum", "_foreach_minimum"], ("scalar", "scalars")),
     **dict.fromkeys(["_foreach_clamp_min", "_foreach_clamp_max"], ("scalar", "scalars")),
+    **dict.fromkeys(["maximum", "minimum"], ("other",)),
     "hardtanh": ("min_val", "max_val"),
     "threshold": ("threshold", "value"),
     **dict.fromkeys(["fill", "masked_fill", "constant_pad_nd"], ("value",)),

@@ -1,0 +1,48 @@
+"""Adds to a run that fails what it gives with numbers that its dtype holds for its constants."""
+
+from __future__ import annotations
+
+from lowprec_check.core.feature_hooks import Explained, Feature
+from lowprec_check.core.plain_part import Fp32Outputs
+from lowprec_check.core.preparation import in_eager_mode, prepared_for
+from lowprec_check.features.constant_trials.replaced import try_constants, vanished_constants
+from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.schema.run_key import EAGER
+from lowprec_check.torchkit.floating_dtypes import torch_dtype
+
+
+class ConstantTrials(Feature):
+    """A run again, with other constants."""
+
+    place = 5
+
+    def after_explanation(self, explained: Explained) -> None:
+        """Try it, if the first call of an eager run gives wrong values."""
+        task, target, report = explained.task, explained.target, explained.report
+        run = report.run
+        if task.is_reference or not task.mode.is_forward or task.backend != EAGER or run.failed_call is not None:
+            return
+        if run.status not in ("nonfinite", "inaccurate"):
+            return
+        constants = vanished_constants(run.op_calls.rows())
+        if not constants:
+            return
+        saved = Fp32Outputs.load(task.files)
+        if saved.probe is not None:
+            return
+        with prepared_for(task, target) as ready:
+            trial = try_constants(
+                in_eager_mode(ready, target),
+                target.args,
+                target.kwargs,
+                constants,
+                torch_dtype(PRECISIONS.get(task.precision).format),
+                saved.outputs[0],
+                tolerance=task.tolerance or 0.0,
+                seed=task.seed,
+                seconds=task.explain_budget / 2,
+            )
+        report.add(constant_trial=trial)
+
+
+CONSTANT_TRIALS = ConstantTrials()
