@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.run_key import EAGER, MemoryFormat, Phase, qualified
 from lowprec_check.schema.statements import Figure, Sentence, plain
+from lowprec_check.schema.verdict import Status
 
 if TYPE_CHECKING:
     from lowprec_check.schema.scan_result import Run
@@ -77,6 +78,71 @@ class Gap(Struct, frozen=True, kw_only=True):
     def place(self) -> tuple[str, str, str | None]:
         """Module, op and line."""
         return self.module, self.op, self.source
+
+
+# -- Where dtypes come from that meet in an op which fails for them
+
+
+WRITES_INTO = (
+    *("index_put", "index_add", "index_copy", "index_reduce", "scatter", "scatter_add", "scatter_reduce"),
+    *("masked_scatter", "slice_scatter", "select_scatter", "diagonal_scatter"),
+)
+"""Ops that write values into their first argument, or a copy of it, in its dtype."""
+
+
+class DtypeOrigin(Struct, frozen=True, kw_only=True):
+    """Where the dtype of a tensor comes from, as observed."""
+
+    kind: Literal["autocast", "parameter", "buffer", "attribute", "input", "made", "cast", "op", "unknown"]
+    """``autocast``: from an op that autocast ran in 16 bits; ``attribute``: a tensor of a module
+    that is neither parameter nor buffer; ``made``: from an op that makes tensors, as ``zeros``.
+    """
+    name: str = ""
+    """The op, ``linear``; else the path of the parameter, buffer, attribute or input."""
+    source: str | None = None
+    """``file.py:line`` of the op."""
+
+
+class MixedInput(Struct, frozen=True, kw_only=True):
+    """One floating input of an op that gets several dtypes."""
+
+    argument: str
+    """Its name, ``values``."""
+    dtype: str
+    """``bfloat16``."""
+    origin: DtypeOrigin
+    """Where this dtype comes from."""
+    is_cast: bool
+    """Whether the trial casts it."""
+
+
+class MixedCall(Struct, frozen=True, kw_only=True):
+    """An op that fails for the dtypes of its inputs, and succeeds with a cast."""
+
+    module: str
+    """Dotted path, ``""`` for the model itself."""
+    op: str
+    """As in :class:`Gap`."""
+    source: str | None = None
+    """``file.py:line``."""
+    inputs: list[MixedInput]
+    """The floating inputs of the first such call."""
+
+    @property
+    def place(self) -> tuple[str, str, str | None]:
+        """Module, op and line."""
+        return self.module, self.op, self.source
+
+
+class MixedDtypes(Struct, frozen=True, kw_only=True):
+    """A run again, with casts where ops get several dtypes."""
+
+    calls: list[MixedCall]
+    """The ops, with what was cast."""
+    status: Status | None = None
+    """How it ended; ``None`` if it failed anyway, or other ops fail as well."""
+    rel_l2: float | None = None
+    """Error of its output; ``None`` if it is not finite."""
 
 
 class Diagnostic(Struct, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from lowprec_check.schema.axes import lowers_precision
 from lowprec_check.schema.backend_checks import BackendCheck, CompilerCheck
 from lowprec_check.schema.base import Struct, decode, encoded, write_file
 from lowprec_check.schema.columns import Columns, Part, columns_of
-from lowprec_check.schema.findings import Diagnostic, Gap, GapKind, Layer, Recommendation, Severity
+from lowprec_check.schema.findings import Diagnostic, Gap, GapKind, Layer, MixedDtypes, Recommendation, Severity
 from lowprec_check.schema.fixing import Fixing
 from lowprec_check.schema.measures import (
     Ablation,
@@ -149,6 +149,8 @@ class Run(Struct, frozen=True, kw_only=True):
     # What the instrumented part found.
     gaps: list[Gap] = []
     """What fails in low precision and succeeds when its inputs are widened."""
+    mixed_dtypes: MixedDtypes | None = None
+    """The run with casts where ops get several dtypes, and where these come from; if it fails."""
     op_calls: OpCalls = OpCalls()
     """Every op call of the instrumented part."""
     uncalled_modules: list[str] = []

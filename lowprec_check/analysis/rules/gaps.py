@@ -10,11 +10,18 @@ from lowprec_check.analysis.run_summary import failing_gaps, fails_elsewhere, pa
 from lowprec_check.schema.axes import device_type
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Gap, GapKind, Run, ScanResult
-from lowprec_check.schema.statements import chained, say
+from lowprec_check.schema.statements import Sentence, chained, say
 
 
-def from_gaps(result: ScanResult, kind: GapKind, help: str | Callable[[Gap, Run], str]) -> Iterator[Finding]:
-    """A finding for each gap of ``kind``; ``help`` is about one in the forward pass."""
+def from_gaps(
+    result: ScanResult,
+    kind: GapKind,
+    help: str | Callable[[Gap, Run], str],
+    observed: Callable[[Gap, Run], Sentence | None] = lambda _gap, _run: None,
+) -> Iterator[Finding]:
+    """A finding for each gap of ``kind``; ``help`` is about one in the forward pass. What was
+    ``observed`` there is added to its message.
+    """
     for run in low_runs(result):
         fails_by = set()
         if run.status not in ("ok", "unjudged", "inaccurate", "nonfinite"):
@@ -33,7 +40,12 @@ def from_gaps(result: ScanResult, kind: GapKind, help: str | Callable[[Gap, Run]
                 continued = None
             # A predicted run rests on the catalog, or on code that ran here.
             rests_on = gap.predicted_by or (RAN_HERE if run.evidence == "predicted" else None)
-            message = chained(in_phase_of(gap.phase, say("{error:text}", error=gap.message)), continued)
+            more, error = chained(observed(gap, run), continued), gap.message
+            if more.template:
+                error = error.removesuffix(".")
+            message = in_phase_of(gap.phase, say("{error:text}", error=error))
+            if more.template:
+                message = chained(message, more)
             finding = Finding(message, run, gap.module, gap.op, line_of(gap, result), help=advice, calls=gap.calls)
             yield finding._replace(severity="note" if harmless else None, rests_on=rests_on)
 

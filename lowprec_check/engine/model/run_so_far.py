@@ -14,7 +14,7 @@ from lowprec_check.schema.verdict import ErrorStats
 EXPLAINED = (
     *("gaps", "op_calls", "uncalled_modules", "called_modules", "function_mode", "complete", "stopped_by", "perturbed"),
     *("lockstep_error", "emulated", "notes", "incomplete_because", "budget", "range_trials", "magnitudes"),
-    "constant_trial",
+    *("constant_trial", "mixed_dtypes"),
 )
 """The fields of a run that come from its instrumented part."""
 

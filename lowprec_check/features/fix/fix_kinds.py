@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from lowprec_check.features.fix.fp32_fixes import custom_functions, in_fp32, scaled
 from lowprec_check.features.fix.scene import Scene, Site, SourceFix, is_plain, torch_in, wrapped
 from lowprec_check.features.fix.source_text import Edit, SourceText
+from lowprec_check.schema.findings import WRITES_INTO
 from lowprec_check.schema.precisions import FP32
+from lowprec_check.schema.statements import short_op
 
 _FACTORIES = (
     *("zeros", "ones", "full", "empty", "eye", "arange", "linspace", "logspace", "rand", "randn"),
@@ -110,6 +112,21 @@ def factories(site: Site, scene: Scene) -> Iterator[SourceFix]:
         yield SourceFix("dtype", "made in the dtype of the input, not always in fp32", node, edits=(edit,))
 
 
+def written(site: Site, scene: Scene) -> Iterator[SourceFix]:
+    """What is written into a tensor of another dtype: ``out[mask] = value.to(out.dtype)``."""
+    node = site.node
+    if not site.mismatch or short_op(site.op).removeprefix("torch.Tensor.").removesuffix("_") not in WRITES_INTO:
+        return
+    statement = site.source.around(node, ast.Assign)
+    if isinstance(node, ast.Subscript) and isinstance(statement, ast.Assign) and statement.targets == [node]:
+        tensor, values = node.value, [statement.value]
+    else:
+        tensor, *values = scene.operands(node) or [ast.Constant(None)]
+    if is_plain(tensor) and values:
+        edits = wrapped(site.source, values[-1], f".to({site.source.segment(tensor)}.dtype)")
+        yield SourceFix("cast", "cast to the dtype of the tensor that it is written to", node, edits=tuple(edits))
+
+
 def casts(site: Site, scene: Scene) -> Iterator[SourceFix]:
     """A tensor in fp32 that meets 16 bits: cast where they meet."""
     if not site.mismatch:
@@ -135,6 +152,7 @@ def casts(site: Site, scene: Scene) -> Iterator[SourceFix]:
 
 FIX_KINDS: tuple[Callable[[Site, Scene], Iterator[SourceFix]], ...] = (
     constants,
+    written,
     factories,
     casts,
     scaled,
