@@ -18,6 +18,7 @@ from lowprec_check.analysis.run_summary import (
     missing_kernels,
     part_of_tolerance,
     passes_all,
+    saves_memory,
 )
 from lowprec_check.analysis.snippet import snippet
 from lowprec_check.analysis.speed import ALIKE, CLEAR, ONE_CORE, TOLD, Speed, is_faster, speed
@@ -26,7 +27,6 @@ from lowprec_check.schema.findings import Prefer, Recommendation, Worth
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER
 from lowprec_check.schema.scan_result import ModelInfo, Run, ScanResult
 
-SMALLER = 0.9  # a run saves memory if its peak is at most this part of fp32's
 SAME_MEMORY = 1.05  # peaks within this factor are the same: allocators differ, and processes vary a little
 
 
@@ -89,7 +89,7 @@ def recommendation_of(
     worth: Worth = worth_of(run, runs) if is_timed else "unknown"
     if is_timed and times.told == "faster":
         gains.append(times.text())
-    if is_timed and ratio is not None and _is_smaller(run, runs):
+    if is_timed and ratio is not None and saves_memory(run, runs):
         gains.append(f"saves {1 - ratio:.0%} of the memory".replace("%", " %"))
     # whether fp32 is better in what is preferred
     is_slower = prefer == "speed" and times.told == "slower"
@@ -116,7 +116,7 @@ def recommendation_of(
 
 def worth_of(run: Run, runs: Sequence[Run]) -> Worth:
     """What a run gains over fp32."""
-    told, smaller = speed(run, runs).told, _is_smaller(run, runs)
+    told, smaller = speed(run, runs).told, saves_memory(run, runs)
     if told == "faster" and smaller:
         return "faster and smaller"
     if told == "faster":
@@ -170,7 +170,7 @@ def best_of(
             run.backend_check is not None and bool(run.backend_check.dtypes),
             run.backend != EAGER,
             run.memory_format != CONTIGUOUS,
-            not _is_smaller(run, runs),
+            not saves_memory(run, runs),
             run.format is None or environment.get(f"{run.format.short}_accelerated") is not True,
             speed(run, runs).told == "slower",
             error_of(run),
@@ -197,11 +197,6 @@ def fastest(passed: Sequence[Run], runs: Sequence[Run]) -> list[Run]:
         return is_faster(others, own, margin) or own.low < others.low / slack
 
     return [run for run, own in speeds if not any(is_slower(run, own, *other) for other in speeds)]
-
-
-def _is_smaller(run: Run, runs: Sequence[Run]) -> bool:
-    ratio = memory_ratio(run, runs)
-    return ratio is not None and ratio <= SMALLER
 
 
 def recommended_run(result: ScanResult) -> Run | None:

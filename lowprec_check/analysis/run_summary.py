@@ -81,19 +81,37 @@ def is_too_small(memory: int | None) -> bool:
     return memory is not None and 0 < memory < LEAST_MEMORY
 
 
+SMALLER = 0.9  # a run saves memory if its peak is at most this part of fp32's
+LEAST_SAVING = 1 << 20  # bytes: nobody changes a program for less
+
+
 def memory_ratio(run: Run, runs: Sequence[Run]) -> float | None:
     """Peak memory over fp32's, of processes if fp32 has that, else of tensors; may be missing."""
+    peaks = _peaks(run, runs)
+    if peaks is None:
+        return None
+    return peaks[0] / peaks[1]
+
+
+def saves_memory(run: Run, runs: Sequence[Run]) -> bool:
+    """Whether the peak of a run is so far below fp32's that it matters."""
+    peaks = _peaks(run, runs)
+    return peaks is not None and peaks[0] <= SMALLER * peaks[1] and peaks[1] - peaks[0] >= LEAST_SAVING
+
+
+def _peaks(run: Run, runs: Sequence[Run]) -> tuple[int, int] | None:
+    """Bytes of ``run`` and of fp32 that can be compared."""
     reference = reference_of(runs)
     if reference is None:
         return None
     of_process, fp32 = run.process_memory_bytes, reference.process_memory_bytes
     if fp32 and of_process:
-        return max(of_process, LEAST_MEMORY) / max(fp32, LEAST_MEMORY)
+        return max(of_process, LEAST_MEMORY), max(fp32, LEAST_MEMORY)
     # without processes, tensors are compared; the peak of a backend with one is that of its process
     if fp32 or (run.backend != EAGER and of_process is not None):
         return None
     if run.peak_memory_bytes and reference.peak_memory_bytes:
-        return run.peak_memory_bytes / reference.peak_memory_bytes
+        return run.peak_memory_bytes, reference.peak_memory_bytes
     return None
 
 

@@ -131,7 +131,7 @@ def prepare(
     for line in model.setup:
         lines = imports if line.startswith(("import ", "from ")) else body
         lines.append(line)
-    if device != "cpu":
+    if device != "cpu" and model.kind != "function":
         body.append(f'model = model.to("{key.device}")')
     autocast, conversion = None, conversion_of(key)
     if precision.kind == "autocast":
@@ -141,12 +141,14 @@ def prepare(
         autocast = f'torch.autocast("{device}", dtype={precision.format.dtype})'
     elif precision.kind == "cast":
         dtype = precision.format.dtype
-        cast = f"{precision.method}()" if precision.method else f"to({dtype})"
-        prepared = f"model = model.{cast}"
+        cast = f"to({dtype})"
+        if precision.method and model.kind == "module":
+            cast = f"{precision.method}()"
         if keep_fp32:
             untie = _UNTIE.format(paths=_listed(untied, indent=4), dtype=dtype) if untied else ""
-            prepared = _UNDER_CAST.format(cast=cast, dtype=dtype, untie=untie, names=_listed(keep_fp32))
-        body.append(prepared)
+            body.append(_UNDER_CAST.format(cast=cast, dtype=dtype, untie=untie, names=_listed(keep_fp32)))
+        elif model.kind != "function":
+            body.append(f"model = model.{cast}")
     elif precision.snippet is not None:
         body.append(precision.snippet(device, keep_fp32))
     if key.memory_format != CONTIGUOUS:

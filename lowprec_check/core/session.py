@@ -27,11 +27,13 @@ from lowprec_check.process.breadcrumb import read_shared, shared_file
 from lowprec_check.process.function_worker import Ended, FunctionWorker, Loaded, SendBytes
 from lowprec_check.process.process_group import GUARDIAN
 from lowprec_check.process.supervisor import StateEvent, Supervisor, describe_exit
+from lowprec_check.process.system import address_space_limit
 from lowprec_check.schema.base import Struct, encoded
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.options import DeclaredOptions, ScanOptions
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.statements import bytes_figure
 from lowprec_check.torchkit.isolation import best_isolation, check_isolation
 
 
@@ -52,6 +54,9 @@ EXIT_SECONDS = 5.0
 """Time for the exit handlers that the user's file registers."""
 _UNSENT = 74
 """Exit code of a process that could not send its messages: ``EX_IOERR`` of ``sysexits.h``."""
+
+_IMPORTING, _LOADING, _LOADED = "importing torch", "loading the target", "loaded"
+"""How far the process is."""
 
 if TYPE_CHECKING:
     from lowprec_check.engine.model.target_source import TargetSource
@@ -137,21 +142,19 @@ class Session(Generic[AnyOptions]):
             os.close(log)
 
     def _watch(self, worker: FunctionWorker[_Message], log: int) -> Iterator[msgspec.Raw]:
-        loaded, step = False, (self.spec.name, "importing torch")
+        step, stage = (self.spec.name, _IMPORTING), _IMPORTING
         ended: Ended | None = None
         with Supervisor[FunctionWorker[_Message], _Message]([worker]) as supervisor:
             for event in supervisor.events():
                 if isinstance(event, StateEvent):
                     if event.state != "running" and ended is None:
-                        from lowprec_check.torchkit.place_log import model_line
-
-                        self._raise_loss(event, loaded, model_line(read_shared(log)))
+                        self._raise_loss(event, stage, log)
                     if self.on_progress is not None:
                         self.on_progress(*step)
                     continue
                 message = event.message
                 if isinstance(message, Loaded):
-                    loaded = True
+                    stage = _LOADED
                     worker.set_timeout(self.grow_seconds)
                 elif isinstance(message, _Grown):
                     yield message.item
@@ -164,26 +167,47 @@ class Session(Generic[AnyOptions]):
                 else:
                     step = (message.run, message.doing)
                     # What this program imports does not count.
-                    if not loaded:
+                    if stage != _LOADED:
+                        stage = _LOADING
                         worker.set_timeout(self.load_seconds)
         if ended is not None:
-            ended.check()
+            _check(ended, stage)
 
-    def _raise_loss(self, event: StateEvent[Any], loaded: bool, line: str | None) -> NoReturn:
+    def _raise_loss(self, event: StateEvent[Any], stage: str, log: int) -> NoReturn:
+        how = describe_exit(event.exit_code or 0)
+        if stage == _IMPORTING:
+            _raise_if_limited(how)
+        from lowprec_check.torchkit.place_log import model_line
+
+        line = model_line(read_shared(log))
         at = f" at {line}" if line else ""
-        if event.state == "timeout" and not loaded:
+        if event.state == "timeout" and stage != _LOADED:
             raise UsageError(
                 f"{self.spec.name} was not loaded within {self.load_seconds:g} s{at and f'; it was{at}'}.",
                 "Increase --budget, or shorten what the file does when it is imported.",
             )
-        how = describe_exit(event.exit_code or 0)
         if event.exit_code == _UNSENT and not at:
             how = "it closes file descriptors that it did not open, or changes modules that lowprec-check needs"
-        if loaded:
+        if stage == _LOADED:
             raise ProcessLostError(f"The scan ended early: {how}{at}.")
         raise UsageError(
             f"{self.spec.name} cannot be loaded: {how}{at}.", "Import it with python alone, and fix it there."
         )
+
+
+def _check(ended: Ended, stage: str) -> None:
+    """Raise what ended the process, if it did not do its work."""
+    if stage == _IMPORTING and ended.traceback is not None:
+        _raise_if_limited(ended.traceback.rstrip().splitlines()[-1])
+    ended.check()
+
+
+def _raise_if_limited(how: str) -> None:
+    """Blame a limit of address space, if there is one, for an import of torch that failed."""
+    limit = address_space_limit()
+    if limit is not None:
+        problem = f"torch cannot be imported with a limit of {bytes_figure(limit)} of address space: {how}."
+        raise UsageError(problem, "Raise the limit: ulimit -v unlimited.")
 
 
 # -- inside the process

@@ -12,6 +12,7 @@ import contextlib
 import importlib.util
 import os
 import select
+import sys
 import time
 from collections.abc import Sequence
 from importlib.machinery import BuiltinImporter
@@ -118,6 +119,18 @@ waitid: Any = getattr(os, "waitid", None)
 # -- Functions that are built in, which this program and torch use everywhere
 
 _BUILT_IN = {name: value for name, value in vars(builtins).items() if callable(value)}
+
+
+def address_space_limit() -> int | None:
+    """Bytes of address space that a process may have (``ulimit -v``); ``None`` without a limit."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return None
+    return limit
 
 
 def restore_builtins() -> None:

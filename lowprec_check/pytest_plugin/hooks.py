@@ -169,12 +169,16 @@ def lowprec(request: pytest.FixtureRequest) -> Lowprec:
 
 # -- What was not checked on the device that was asked for
 
-# By the name of a test's property (its value: a device that is not available), what to say.
-_NOT_MEASURED = {"lowprec_predicted": "predicted from the catalog, not measured", "lowprec_skipped": "skipped"}
+# By the name of a test's property, what to say of its value: a device, or a reason.
+_NOT_MEASURED = {
+    "lowprec_predicted": "predicted from the catalog, not measured: device {} is not available",
+    "lowprec_skipped": "skipped: device {} is not available",
+    "lowprec_not_measured": "answered from the catalog, not measured: {}",
+}
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Count the tests that were skipped or predicted, since their device is not available."""
+    """Count the tests that were skipped, or answered from the catalog, with the reason."""
     properties: set[tuple[str, str, str]] = set()  # each once: a test has several reports
     reports = [report for reports in terminalreporter.stats.values() for report in reports]
     for report in (report for report in reports if isinstance(report, pytest.TestReport)):
@@ -183,9 +187,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         if report.skipped and is_case and isinstance(report.longrepr, tuple):
             devices = re.findall(r"device (\S+) is not available$", report.longrepr[2])
             properties.update(("lowprec_skipped", device, report.nodeid) for device in devices)
-    counts = Counter((name, device) for name, device, _ in properties if name in _NOT_MEASURED)
+    counts = Counter((name, value) for name, value, _ in properties if name in _NOT_MEASURED)
     if counts:
         terminalreporter.section("lowprec")
-    for (name, device), count in sorted(counts.items()):
+    for (name, value), count in sorted(counts.items()):
         tests = "1 test was" if count == 1 else f"{count:,} tests were"
-        terminalreporter.write_line(f"{tests} {_NOT_MEASURED[name]}: device {device} is not available")
+        terminalreporter.write_line(f"{tests} {_NOT_MEASURED[name].format(value)}")

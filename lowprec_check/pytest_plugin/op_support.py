@@ -71,6 +71,8 @@ class Support(NamedTuple):
     torch: str
     evidence: Evidence
     states: list[OpState]
+    not_measured: str = ""
+    """Why nothing could be measured on this machine, though it has the device; else empty."""
 
     @property
     def supported(self) -> bool:
@@ -112,7 +114,10 @@ def support_of(asked: str, dtype: Dtype, device: str, *, backward: bool = False)
         for cell in (release.cell(op, dtype, mode) for mode in modes):
             counts = cell.passed, cell.samples
             states.append(OpState(op, cell.mode, cell.state, *counts, cell.failure, cell.fixed_in, cell.not_applicable))
-    return Support(asked, dtype, device, release.release, release.basis, states)
+    why, not_measured = _not_measurable.get(device), ""
+    if why is not None:
+        not_measured = f"{why.message} {why.hint}"
+    return Support(asked, dtype, device, release.release, release.basis, states, not_measured)
 
 
 # By device, why nothing can be measured: each try would import torch in vain.

@@ -24,6 +24,8 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     """The class of the model."""
     parameters: int
     """Number of elements of all parameters."""
+    kind: Literal["module", "script", "function"] = "module"
+    """A Python module, a ScriptModule, or a function, which has nothing to cast or move."""
     inputs: list[str]
     """The inputs, in words: shapes, and dtypes that are not floating."""
     modules: int

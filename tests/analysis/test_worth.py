@@ -323,7 +323,7 @@ def one(median: float, low: float, high: float, memory: int, **options: Any) -> 
         ),
         (one(0.5, 0.4, 0.6, 8), "nothing", "Stay in fp32: half is slower and saves no memory", "➖"),
         (one(1.0, 0.9, 1.1, 8), "nothing", "Stay in fp32: half is not faster and saves no memory", "➖"),
-        (one(1.0, 0.3, 3.0, 8), "unknown", "Use half", "➖"),
+        (one(1.0, 0.3, 3.0, 8), "unknown", "fp32 is fine; half works too", "➖"),
     ],
 )
 def test_worth_it_is_a_verdict_of_its_own(result: ScanResult, worth: str, verdict: str, sign: str) -> None:
@@ -334,6 +334,13 @@ def test_worth_it_is_a_verdict_of_its_own(result: ScanResult, worth: str, verdic
     assert render(result, "md").startswith(f"### {sign} {verdict}.")
     assert verdict in " ".join(render(result, "text").split())
     assert "half()" in advice.code  # a way that passes, also where fp32 is better
+
+
+@pytest.mark.parametrize(("saved", "worth"), [((1 << 20) - 1, "unknown"), (1 << 20, "smaller")])
+def test_less_than_a_mebibyte_of_memory_is_no_gain(saved: int, worth: str) -> None:
+    fp32 = msgspec.structs.replace(FP32, peak_memory_bytes=2 << 20)
+    half = msgspec.structs.replace(timed("half", 1.0, 0.3, 3.0), peak_memory_bytes=(2 << 20) - saved)
+    assert worth_of(half, [fp32, half]) == worth
 
 
 def test_memory_that_was_not_measured_is_not_said_to_be_the_same() -> None:

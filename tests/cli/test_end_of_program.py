@@ -186,8 +186,8 @@ def test_a_signal_shows_and_saves_the_runs_that_are_finished(
     assert result.recommendation is not None
     assert result.recommendation.precision in ("bfloat16", "autocast-bf16")
     assert screen.count("the scan was") >= 2
-    assert "Use " in screen
-    assert "Use " in (tmp_path / "scan.md").read_text(encoding="utf-8")
+    assert "16 works too" in screen
+    assert "16 works too" in (tmp_path / "scan.md").read_text(encoding="utf-8")
     assert not (tmp_path / "base.json").exists()
 
 
@@ -344,3 +344,15 @@ def test_dask_in_this_process_ends_at_once_and_leaves_no_folder(
     _, errors = process.communicate(timeout=30)
     assert time.monotonic() - signalled < 3, errors
     assert not list(tmp_path.glob("dask*"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no limit of address space")
+@pytest.mark.parametrize("mebibytes", [150, 400])
+def test_a_limit_of_address_space_in_which_torch_does_not_fit(tmp_path: Path, mebibytes: int) -> None:
+    tmp_path.joinpath("model.py").write_text(MODEL)
+    command = f"ulimit -v {mebibytes << 10}; exec {sys.executable} -m lowprec_check scan model.py"
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    first = f"error: torch cannot be imported with a limit of {mebibytes}.0 MiB of address space: "
+    assert done.stderr.startswith(first)
+    assert done.stderr.endswith("Raise the limit: ulimit -v unlimited.\n")

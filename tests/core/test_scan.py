@@ -283,16 +283,6 @@ def test_unknown_names_are_errors(mlp: Mlp) -> None:
         scan(mlp, X, without_kernel=("aten.frobnicate:half",))
 
 
-def test_script_modules_are_errors(mlp: Mlp) -> None:
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        traced = torch.jit.trace(mlp, X)
-    with pytest.raises(UsageError, match="ScriptModule"):
-        scan(traced, X)
-
-
 def test_public_names_are_imported_lazily() -> None:
     assert lowprec_check.scan is scan
     with pytest.raises(AttributeError):

@@ -250,6 +250,16 @@ def test_supported_needs_no_extra_for_what_the_catalog_has(monkeypatch: pytest.M
         support._not_measurable.clear()
 
 
+def test_an_answer_from_the_catalog_says_why_nothing_was_measured(project: pytest.Pytester) -> None:
+    project.makepyfile(expecttest="raise ModuleNotFoundError('No module named expecttest')")
+    project.makepyfile(test_one="def test_dot(lowprec): lowprec.assert_supported('aten::dot', dtype='half')")
+    result = project.runpytest_subprocess(f"--rootdir={project.path}", "-p", "no:cacheprovider")
+    assert "No module named expecttest" in result.stdout.str()
+    result.stdout.fnmatch_lines(
+        ["1 test was answered from the catalog, not measured: * No module named expecttest. Install *"]
+    )
+
+
 def test_supported_is_declared_for_an_absent_xpu(project: pytest.Pytester) -> None:
     text = one(project, 'lowprec.assert_supported("cdist", dtype=torch.bfloat16, device="xpu")')
     assert (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from lowprec_check.analysis.recommend import SAME_MEMORY, SMALLER, changes_nothing, is_gain, passes, recommended_run
+from lowprec_check.analysis.recommend import SAME_MEMORY, changes_nothing, is_gain, passes, recommended_run
 from lowprec_check.analysis.run_summary import (
     CLOSE,
     candidates,
@@ -20,6 +20,7 @@ from lowprec_check.analysis.run_summary import (
     part_of_tolerance,
     passes_all,
     reference_of,
+    saves_memory,
 )
 from lowprec_check.analysis.speed import Speed, in_turns, is_faster, speed
 from lowprec_check.analysis.statements.kinds import Made, Said, kinds, per_run, per_scan, said, warn_if
@@ -65,8 +66,12 @@ def _verdict(result: ScanResult) -> Iterator[Made]:
             part = part_of_tolerance(run)
         if part >= CLOSE:
             tone = "warn"
-        predicted = " (predicted)" if result.evidence == "predicted" else ""
-        yield Said(say("Use {name:text}{kept:text}{predicted:text}", **named, predicted=predicted), tone)
+        template = "Use {name:text}{kept:text}"
+        if result.evidence == "predicted":
+            template += " (predicted)"
+        elif best.worth == "unknown":
+            template = "fp32 is fine; {name:text}{kept:text} works too"
+        yield Said(say(template, **named), tone)
     else:
         fp32 = "fp32" if any(other.is_low for other in result.runs) else "eager fp32"
         stay, gain = "Stay in {fp32:text}: ", "was not measured to be faster"
@@ -272,7 +277,9 @@ def also_smaller(run: Run, result: ScanResult) -> Made:
     """A run that passes and takes less memory, where the recommended one gains nothing."""
     best, ratio = recommended_run(result), memory_ratio(run, result.runs)
     gains = result.recommendation is None or result.recommendation.worth != "nothing"
-    if best is None or gains or run is best or not passes_all(run, result.runs) or ratio is None or ratio > SMALLER:
+    if best is None or gains or run is best or ratio is None or not saves_memory(run, result.runs):
+        return None
+    if not passes_all(run, result.runs):
         return None
     return _passes_too(say("passes too, saves {share:share} of the peak memory", share=1 - ratio), run, best, result)
 

@@ -11,11 +11,12 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lowprec_check.engine.model.function_module import is_plain_function
 from lowprec_check.engine.model.huggingface_zoo import load_folder, load_transformers, with_labels
 from lowprec_check.engine.model.inputs import (
     PASTE_INPUTS,
@@ -150,7 +151,7 @@ def _load_from_module(spec: str, inputs: tuple[str, ...], steps: int) -> Target:
         if call is not None and attribute is None and (model_inputs is None or "model" not in vars(module)):
             return _target_of_call(call, imported, inputs, steps)
         name, definition = _find_model(module, attribute)
-        model = _model_of(module, name, definition)
+        model, model_inputs, code = _made(module, name, definition, model_inputs)
         if model_inputs is None and call is not None and call.model is model:
             model_inputs, other_inputs = _inputs_of(call), f", called at {call.line}"
         if model_inputs is None:
@@ -163,32 +164,48 @@ def _load_from_module(spec: str, inputs: tuple[str, ...], steps: int) -> Target:
             raise error from None
         return _target_of_call(script.ran.call, script, inputs, steps)
     made_at = file_start(module)
-    title = type(model).__name__
+    title = None
     if attribute:
         title = f"{Path(path).stem if is_file else path}:{name}"
     return unchecked_target(
         model,
         model_inputs,
-        name=encodable(title),
+        name=title and encodable(title),
         source=definition_line(module, name) if made_at else None,
         made_at=made_at,
         taken=f"{name} of {os.path.basename(display_name(module))}{other_inputs}",
-        setup=_setup(module, name, definition, inputs, None if is_file else path),
+        setup=_setup(module, name, code, inputs, None if is_file else path),
         notes=(*notes, *_stopped(None if steps else call, module)),
         **_other_parts(module, inputs),
     )
 
 
-def _model_of(module: types.ModuleType, name: str, definition: Any) -> Any:
-    """The model that ``definition`` is, or returns when it is called."""
-    if isinstance(definition, nn.Module) or not callable(definition):
-        return definition
-    model = call_function(name, definition)
-    if not isinstance(model, nn.Module):
-        returned = f"returned an object of type {type(model).__name__}, not a torch.nn.Module"
-        raise UsageError(f"{display_name(module)}:{name} {returned}.", f"Return the model from `{name}`.")
-    return model
+class _Made(NamedTuple):
+    """A model, its inputs if there are any, and code that makes what the file only defines."""
 
+    model: Any
+    inputs: Any
+    code: str
+
+
+def _made(module: types.ModuleType, name: str, definition: Any, inputs: Any) -> _Made:
+    """What ``definition`` is, or returns, perhaps with inputs if there are no ``inputs`` yet."""
+    if isinstance(definition, nn.Module) or not callable(definition) or is_plain_function(definition):
+        return _Made(definition, inputs, "" if name == "model" else f"model = {name}")
+    model, names = call_function(name, definition), "model"
+    if isinstance(model, tuple) and len(model) == 2:
+        model, returned = model
+        names = "model, _"
+        if inputs is None:
+            inputs, names = returned, _BOTH
+    if not isinstance(model, nn.Module):
+        problem = f"returned an object of type {type(model).__name__}, not a torch.nn.Module"
+        raise UsageError(f"{display_name(module)}:{name} {problem}.", f"Return the model from `{name}`.")
+    return _Made(model, inputs, f"{names} = {name}()")
+
+
+_BOTH = "model, inputs"
+"""What a function returns with which the file needs no inputs of its own."""
 
 _MAIN_GUARD = re.compile(r"^if __name__ ==", re.MULTILINE)
 
@@ -334,24 +351,23 @@ def _find_model(module: types.ModuleType, attribute: str | None) -> tuple[str, A
 
 
 def _setup(
-    module: types.ModuleType, name: str, definition: Any, inputs: tuple[str, ...], imported: str | None
+    module: types.ModuleType, name: str, made: str, inputs: tuple[str, ...], imported: str | None
 ) -> tuple[str, ...]:
-    """Code that makes ``model`` and ``inputs`` of the module, which may be ``imported``."""
+    """Code that makes ``model``, by the line ``made``, and ``inputs``, perhaps ``imported``."""
     lines = []
+    uses_inputs = not inputs and not made.startswith(_BOTH)
     if imported is not None:
         names = [name]
-        if not inputs:
+        if uses_inputs:
             names.append("inputs")
         if attribute_of(module, "calibration") is not None:
             names.append("calibration")
         lines.append(f"from {imported} import {', '.join(names)}")
-    if not isinstance(definition, nn.Module) and callable(definition):
-        lines.append(f"model = {name}()")
-    elif name != "model":
-        lines.append(f"model = {name}")
+    if made:
+        lines.append(made)
     if inputs:
         lines.append(f"inputs = {inputs_code(parse_inputs(inputs))}")
-    else:
+    elif uses_inputs:
         lines += call_code(attribute_of(module, "inputs"))
     if imported is None and _criterion(module) is not None and not callable(attribute_of(module, "loss")):
         lines.append("loss = criterion")

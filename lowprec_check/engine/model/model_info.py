@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from lowprec_check.engine.model.function_module import FunctionModule
 from lowprec_check.engine.model.inputs import describe_inputs
 from lowprec_check.engine.model.prepared import IMAGE_DIMENSIONS
 from lowprec_check.engine.model.target import IN_TRAINING_MODE, Target
@@ -40,11 +42,18 @@ def describe_target(target: Target, fp32: Run, *, trains: bool = False, batches:
     notes += fp32.notes
     if fp32.output_is_zero:
         notes.append("the fp32 output is all zeros (a zero-initialized head?)")
+    kind: Literal["module", "script", "function"] = "module"
+    name = type(model).__name__
+    if isinstance(model, torch.jit.ScriptModule):
+        kind = "script"
+    elif isinstance(model, FunctionModule):
+        kind, name = "function", model.name
     # Pasted code can cast the inputs if torch's pytree finds every tensor of them.
     inputs = (target.args, target.kwargs)
     tensors_in_pytree = sum(issubclass(type(leaf), Tensor) for leaf in tree_flatten(inputs)[0])
     return ModelInfo(
-        name=type(model).__name__,
+        name=name,
+        kind=kind,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         inputs=describe_inputs(target.args, target.kwargs),
         modules=sum(1 for _ in model.modules()),

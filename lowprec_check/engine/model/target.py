@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from lowprec_check.engine.model import torchvision_ops
+from lowprec_check.engine.model.function_module import function_line, function_module, is_plain_function
 from lowprec_check.engine.model.inputs import BatchMaker, NoBatchError, as_call, call_code, is_function, take_batch
 from lowprec_check.engine.model.observed_training import ObservedTraining
 from lowprec_check.engine.model.optimizer_like import OptimizerLike
@@ -209,6 +210,10 @@ def unchecked_target(
     ``source`` is the user's own line that makes the model; if unknown, that of its class counts,
     with the user's line ``made_at`` for a class of others. ``fields`` are those of :class:`Target`.
     """
+    if is_plain_function(model):
+        source = function_line(model)
+        model = function_module(model)
+        name = name or model.name
     forward = forward_of(model)
     batch = take_batch(given, forward)
     args, kwargs, form = as_call(batch.inputs, forward)
@@ -229,9 +234,6 @@ def unchecked_target(
 
 def check(target: Target) -> Target:
     """Raise :class:`UsageError` if ``target`` cannot be scanned; look inside a compiled model."""
-    if isinstance(target.model, torch.jit.ScriptModule):
-        hint = "Scan the Python module it was made from."
-        raise UsageError("The model is a ScriptModule: its ops have no Python module or line to report.", hint)
     target = _unwrapped(target)
     if not isinstance(target.model, nn.Module):
         raise UsageError(
@@ -277,6 +279,14 @@ _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 def _unwrapped(target: Target) -> Target:
     """The module inside a compiled model, which the plain part calls, and inside a parallel one."""
     model: Any = target.model
+    if isinstance(model, torch.jit.ScriptModule):
+        if not hasattr(model, "training"):
+            problem = "The model is a frozen ScriptModule: its weights are constants, which no cast changes."
+            raise UsageError(problem, "Scan the module before torch.jit.freeze.")
+        note = (
+            "the model is a ScriptModule: its ops are analyzed one by one, not fused, without the modules they are in"
+        )
+        return _noted(target, note)
     original = inside(model, "_orig_mod")
     if isinstance(original, nn.Module):
         status = "status and time are those of compiled code, the op-by-op analysis runs in eager mode"

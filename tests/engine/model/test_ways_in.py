@@ -1,0 +1,154 @@
+"""Ways in that people try: a function with model and inputs, a plain function, a ScriptModule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import scan_here
+
+import lowprec_check
+from lowprec_check.analysis.conclusion import conclude
+from lowprec_check.core.session import scan_file
+from lowprec_check.engine.model.load_target import load_target
+from lowprec_check.engine.model.target_spec import TargetSpec
+from lowprec_check.errors import UsageError
+from lowprec_check.schema.options import ScanOptions
+from lowprec_check.schema.scan_result import ScanResult
+
+Write = Callable[..., Path]
+
+RETURNS_BOTH = """
+import torch
+from torch import nn
+def build():
+    torch.manual_seed(0)
+    return nn.Linear(3, 2).eval(), torch.ones(4, 3)
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write(text: str) -> Path:
+        path = tmp_path / "ways_in.py"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def pasted(code: str, text: str) -> Any:
+    """The output of the printed code, run after the user's file."""
+    namespace: dict[str, Any] = {}
+    exec(text, namespace)
+    exec(code, namespace)
+    return namespace["output"]
+
+
+@pytest.mark.parametrize(
+    ("more", "shapes", "rows", "code"),
+    [
+        ("", (), 4, ["model, inputs = build()"]),
+        ("inputs = torch.ones(5, 3)", (), 5, ["model, _ = build()"]),
+        ("", ("6x3",), 6, ["model, _ = build()", "inputs = torch.randn(6, 3)"]),
+    ],
+)
+def test_a_function_may_return_model_and_inputs(
+    write: Write, more: str, shapes: tuple[str, ...], rows: int, code: list[str]
+) -> None:
+    target = load_target(f"{write(RETURNS_BOTH + more)}:build", shapes)
+    assert target.args[0].shape == (rows, 3)
+    assert list(target.setup) == code
+    namespace: dict[str, Any] = {}
+    exec("\n".join([RETURNS_BOTH, more, *code]), namespace)
+    assert namespace["inputs"].shape == (rows, 3)
+
+
+PLAIN_FUNCTION = """
+import torch
+def model(x, y):
+    return torch.linalg.inv(x @ x.T + torch.eye(4, dtype=x.dtype)) @ y
+def inputs():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(4, 8, generator=generator), torch.randn(4, 8, generator=generator)
+"""
+
+
+def scanned(path: Path, **options: Any) -> ScanResult:
+    *_, result = scan_file(TargetSpec(str(path)), ScanOptions(times="off", further_inputs=0, **options))
+    return conclude(result)
+
+
+def test_a_plain_function_is_a_model_without_parameters(write: Write) -> None:
+    result = scanned(write(PLAIN_FUNCTION))
+    assert (result.model.name, result.model.parameters, result.model.kind) == ("model", 0, "function")
+    assert [gap.op for gap in result.run("half").gaps] == ["aten.linalg_inv_ex.default"]
+    assert result.run("autocast-bf16").status == "ok"
+    assert result.recommendation is not None
+    assert pasted(result.recommendation.code, PLAIN_FUNCTION).shape == (4, 8)
+
+
+def test_a_function_has_nothing_to_cast_or_move(write: Write) -> None:
+    text = "import torch\ndef model(x):\n    return x.softmax(-1)\ninputs = torch.arange(8.0)"
+    result = scanned(write(text), precisions=["half"])
+    assert result.recommendation is not None
+    assert "model.half" not in result.recommendation.code
+    assert torch.equal(pasted(result.recommendation.code, text), torch.arange(8.0).half().softmax(-1))
+
+
+@pytest.mark.parametrize("helper", ["net(x)", "helper(x)"])
+def test_a_function_that_uses_a_module_is_an_error(write: Write, helper: str) -> None:
+    text = "import torch\nnet = torch.nn.Linear(3, 2)\ndef helper(x):\n    return net(x)\n"
+    path = write(f"{text}def model(x):\n    return {helper}\ninputs = torch.ones(1, 3)")
+    with pytest.raises(UsageError, match="uses the module `net`"):
+        load_target(str(path))
+
+
+def test_a_function_that_makes_a_model_of_its_argument_is_an_error(write: Write) -> None:
+    path = write("import torch\ndef model(width):\n    return torch.nn.Linear(3, 2)\ninputs = torch.ones(1, 3)")
+    with pytest.raises(UsageError, match="a function that makes a model must need no arguments"):
+        scanned(path)
+
+
+class Inverse(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.inv(self.linear(x) + 4 * torch.eye(4, dtype=x.dtype))
+
+
+X = torch.eye(4)
+
+
+def test_a_script_module_is_scanned_without_its_modules() -> None:
+    torch.manual_seed(0)
+    result = scan_here(torch.jit.script(Inverse().eval()), X)
+    assert result.model.kind == "script"
+    for precision in ("half", "bfloat16"):
+        run = result.run(precision)
+        assert (run.status, [gap.op for gap in run.gaps]) == ("error", ["aten.linalg_inv_ex.default"])
+    assert result.run("autocast-bf16").status == "ok"
+    assert any("ScriptModule" in note for note in result.model.notes)
+
+
+def test_the_cast_of_a_script_module_runs_as_printed(tmp_path: Path, write: Write) -> None:
+    torch.manual_seed(0)
+    saved = tmp_path / "module.pt"
+    torch.jit.script(torch.nn.Linear(4, 4).eval()).save(str(saved))
+    text = f"import torch\nmodel = torch.jit.load({str(saved)!r})\ninputs = torch.eye(4)"
+    result = scanned(write(text), precisions=["bfloat16"])
+    assert result.run("bfloat16").status == "ok"
+    assert result.recommendation is not None
+    # torch's `bfloat16()` raises for a ScriptModule
+    assert pasted(result.recommendation.code, text).dtype == torch.bfloat16
+
+
+def test_a_frozen_script_module_is_an_error() -> None:
+    frozen = torch.jit.freeze(torch.jit.script(Inverse().eval()))
+    with pytest.raises(UsageError, match=r"frozen ScriptModule(?s:.)*before torch\.jit\.freeze"):
+        lowprec_check.scan(frozen, X)
