@@ -283,6 +283,17 @@ def test_unknown_names_are_errors(mlp: Mlp) -> None:
         scan(mlp, X, without_kernel=("aten.frobnicate:half",))
 
 
+def test_a_complex_result_is_where_nan_begins() -> None:
+    class Complex(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            zero = torch.complex(x - x, x - x)
+            infinite = torch.complex(x, x) / zero
+            return infinite.abs() * 0
+
+    with pytest.raises(UsageError, match=r"first produced by aten\.div\.Tensor"):
+        scan(Complex(), torch.ones(3), device="cpu")
+
+
 def test_public_names_are_imported_lazily() -> None:
     assert lowprec_check.scan is scan
     with pytest.raises(AttributeError):

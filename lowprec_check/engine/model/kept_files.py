@@ -74,7 +74,7 @@ class KeptFiles(contextlib.ExitStack):
             for name in ("rename", "replace"):
                 self._replace(place, name, self._rename)
             self._replace(place, "mkdir", self._make_folder)
-        self._replace(os, "truncate", lambda original, path, size: original(self._place(path, "r+"), size))
+        self._replace(os, "truncate", lambda original, path, length: original(self._place(path, "r+"), length))
         self._replace(shutil, "rmtree", self._remove)
         self._replace(torch, "save", self._save)
         return self
@@ -136,14 +136,14 @@ class KeptFiles(contextlib.ExitStack):
         self._kept[name] = None
         return None
 
-    def _rename(self, original: Callable[..., Any], source: Any, target: Any, **kwargs: Any) -> None:
-        if kwargs or not (self._is_kept(source) or self._is_kept(target)):
-            original(source, target, **kwargs)
-        elif os.path.isfile(source):
-            shutil.copyfile(self._place(source, "r"), self._place(target, "w"))
-            os.remove(source)
+    def _rename(self, original: Callable[..., Any], src: Any, dst: Any, **kwargs: Any) -> None:
+        if kwargs or not (self._is_kept(src) or self._is_kept(dst)):
+            original(src, dst, **kwargs)
+        elif os.path.isfile(src):
+            shutil.copyfile(self._place(src, "r"), self._place(dst, "w"))
+            os.remove(src)
         else:  # a folder
-            self._kept[_name(source)] = None
+            self._kept[_name(src)] = None
 
     def _make_folder(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> None:
         name = _name(path)

@@ -65,6 +65,8 @@ BEFORE = {
     "a deleted folder": "import os, shutil\nshutil.rmtree('old')\nos.makedirs('old/logs')\n"
     "open('old/weights.bin', 'w').close()",
     "a renamed folder": "import os\nos.rename('old', 'older')",
+    "a renamed file": "import os\nos.rename(src='ckpt.pt', dst='older.pt')",
+    "a file that is cut": "import os\nos.truncate('train.log', length=0)",
 }
 
 
