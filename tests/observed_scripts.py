@@ -490,12 +490,6 @@ REFUSED["an optimizer that needs a closure"] = (
     "        return loss\n    optimizer.step(closure)\n",
     "LBFGS.step() needs a closure",
 )
-REFUSED["gradients that are clipped while they are scaled"] = (
-    "scaler = torch.amp.GradScaler('cpu')\nfor x, y in batches():\n    optimizer.zero_grad()\n"
-    "    scaler.scale(F.cross_entropy(model(x), y)).backward()\n    nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n"
-    "    scaler.step(optimizer)\n    scaler.update()\n",
-    "if they are clipped before scaler.unscale_",
-)
 REFUSED["a loss that torch cannot see"] = (
     "@torch.jit.script\ndef f(a):\n    return (a.logsumexp(1) - a[:, 0]).mean()\nfor x, y in batches():\n"
     "    loss = f(model(x))\n    optimizer.zero_grad()\n    loss.backward()\n    optimizer.step()\n",

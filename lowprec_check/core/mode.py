@@ -86,7 +86,7 @@ class Mode:
     def check_reference(self, so_far: RunSoFar) -> None:
         """Raise :class:`UsageError` if the fp32 run is no reference."""
 
-    def failure_hint(self, error: ExceptionInfo, device: str) -> str | None:
+    def failure_hint(self, error: ExceptionInfo, device: str, target: Target) -> str | None:
         """What to do about an exception in fp32 that only this mode has; or ``None``."""
         return None
 

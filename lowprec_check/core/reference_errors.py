@@ -68,7 +68,7 @@ def failed_reference(error: ExceptionInfo, target: Target, mode: Mode, device: s
     """Message and hint for an exception in fp32."""
     part = _PARTS.get(error.phase or "forward", "model")
     message = f"The {part} {mode.fails} in fp32 on {device}{_place(error.module, error.source)}: {error.text}"
-    hint = mode.failure_hint(error, device)
+    hint = mode.failure_hint(error, device, target)
     if hint is not None:
         return message, hint
     if _OUT_OF_MEMORY.search(f"{error.type} {error.message}"):

@@ -118,7 +118,7 @@ def _findings(result: ScanResult) -> Iterator[Block]:
     notes = [group for group in found if group.severity == "note"]
     if listed and all(run.status in ("ok", "skipped") for run in candidates(result.runs)):  # they are in the way then
         for group in listed[:SHOWN_FINDINGS]:
-            lead = f"{group.code} {', '.join(group.short_runs)}"
+            lead = " ".join([group.code, ", ".join(group.short_runs)]).strip()
             yield Say(f"{group.said} ({group.where or 'model'})", role="item", lead=lead)
         yield Fold("Findings in full", [findings_table(listed)], detail="more")
     elif listed:

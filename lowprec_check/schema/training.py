@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from lowprec_check.schema.amp_use import AmpUse
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.verdict import ExceptionInfo, Status
 from lowprec_check.schema.ways_to_train import WayToTrain, way_named
@@ -68,6 +69,8 @@ class TrainingSetup(Struct, frozen=True, kw_only=True):
     """Of several optimizers, the calls that clip the gradients of ``parameters`` of each."""
     phases: list[TrainingPhase] = []
     """The parts of a step with several optimizers."""
+    amp: list[AmpUse] = []
+    """What the script does wrong with autocast and ``GradScaler``."""
     average_code: str = ""
     """The average of the weights as an expression of ``model``; empty if the file defines none."""
     # The batches, and how repeatable the steps are.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lowprec_check.torchkit.devices import generator_states
+from lowprec_check.torchkit.floating_dtypes import NARROW
 from lowprec_check.torchkit.pytree import leaves, map_tensors
 from lowprec_check.torchkit.source_location import own_line
 
@@ -45,6 +46,8 @@ class Node:
     made: list[int] = dataclasses.field(default_factory=list)  # versions of the results
     draws: bool = False
     """Whether a function of tensors without gradients draws random numbers."""
+    is_in_fp32: bool = False
+    """Whether a function was computed in fp32, since it has no kernel for what it reads."""
 
     @classmethod
     def of(cls, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
@@ -57,6 +60,12 @@ class Node:
     def name(self) -> str:
         """The name of the function."""
         return getattr(self.call, "__name__", "")
+
+    def as_recorded(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """``call``, computed as this one was."""
+        if not self.is_in_fp32:
+            return call
+        return lambda *args, **kwargs: computed_in_fp32(call, args, kwargs)
 
     @property
     def is_pure(self) -> bool:
@@ -101,8 +110,10 @@ def version_of(tensor: Tensor) -> int:
 class CallRecorder(TorchFunctionMode):
     """Records the functions of torch that the user's code calls while it is ``on``."""
 
-    def __init__(self) -> None:
+    def __init__(self, computed: Callable[[Node, Callable[..., Any]], Any]) -> None:
+        """``computed`` makes the call of a node."""
         super().__init__()
+        self.computed = computed
         self.nodes: list[Node] = []
         self.copies: dict[tuple[int, int], Tensor] = {}
         """Of tensors that were read and changed later, by id and version."""
@@ -128,7 +139,7 @@ class CallRecorder(TorchFunctionMode):
         states = None
         if not any(tensor.requires_grad for tensor in node.reads):
             states = generator_states()
-        result = call(*args, **kwargs)
+        result = self.computed(node, call)
         # `x.float()` returns `x` itself in fp32, and another tensor in other precisions
         is_leaf = isinstance(result, Tensor) and result.requires_grad and result.grad_fn is None
         if not (node.changed or is_leaf) and any(result is tensor for tensor in node.reads):
@@ -151,6 +162,14 @@ class CallRecorder(TorchFunctionMode):
         finally:
             set_function_modes(stack)
             self.on, self.is_paused = before
+
+
+def computed_in_fp32(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of a function of tensors in 16 bits, in their dtype, computed in fp32."""
+    narrow = [tensor.dtype for _, tensor in leaves((args, kwargs)) if tensor.dtype in NARROW]
+    wide = map_tensors((args, kwargs), lambda tensor: tensor.float() if tensor.dtype in NARROW else tensor)
+    result = call(*wide[0], **wide[1])
+    return map_tensors(result, lambda tensor: tensor.to(narrow[0]) if tensor.dtype == torch.float32 else tensor)
 
 
 def function_modes() -> list[Any]:

@@ -22,7 +22,6 @@ class Backward(NamedTuple):
     loss: Tensor
     value: Tensor  # of the loss, which may be changed in place later
     nodes: int  # how many were recorded before it
-    scale: float  # of a `GradScaler`; 1 without one
 
 
 class Phase(NamedTuple):
@@ -250,14 +249,12 @@ class Program:
                     for restore in step.node.restore_generators:
                         restore()
                 if step.model == "":  # the only model
-                    result = output
-                    if again is not None:
-                        result = again()
+                    result = output if again is None else again()
                 else:
-                    if step.model is None:
-                        call = step.node.call
-                    else:
-                        call = root.get_submodule(step.model)
+                    call = step.node.call if step.model is None else root.get_submodule(step.model)
+                    # The recording is made again as it was
+                    if again is not None:
+                        call = step.node.as_recorded(call)
                     args, kwargs = map_tensors((step.args, step.kwargs), value_of)
                     result = call_recorded(call, args, kwargs, step.node.line)
             tensors = [tensor for _, tensor in leaves(result)]

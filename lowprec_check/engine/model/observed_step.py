@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lowprec_check.engine.model.amp_calls import AmpCalls
 from lowprec_check.engine.model.call_recorder import CallRecorder, Node, UnrepeatableError
 from lowprec_check.engine.model.kept_files import replaced
 from lowprec_check.engine.model.loss_program import Backward, Phase, Program, copy_of
@@ -79,16 +80,17 @@ class StepObserver(ThreadObserver):
 
     def __init__(self, steps: int) -> None:
         super().__init__()
-        self._recorder = CallRecorder()
+        self._amp = AmpCalls(lambda: self._recorder.is_paused)
+        self._recorder = CallRecorder(self._amp.computed)
         self._since: float | None = None
         self._backwards: list[Backward] = []
         self._cleared: list[tuple[int, frozenset[int]]] = []
         """After how many backward passes gradients were cleared, and of which parameters, by id."""
-        self._scaled: dict[int, tuple[Tensor, Tensor, float]] = {}
         self._clips: dict[int, list[Clip]] = {}  # by the number of backward passes before them
         self._in_autocast = False  # whether a step was made in the autocast block that is open
         self._made_steps: list[OptimizerStep] = []  # of the step that is not complete
-        self.found = ObservedSteps(steps)
+        self.has_enough = False
+        self.found = ObservedSteps(steps, amp=lambda: self._amp.uses)
 
     def give_up(self, why: str) -> None:
         """Note why no step can be made as the script makes it; the first reason counts."""
@@ -104,7 +106,7 @@ class StepObserver(ThreadObserver):
         observed: list[tuple[Any, str, Callable[..., Any]]] = [
             (torch.autograd, "backward", self._backward),
             (torch.autograd, "grad", self._grad),
-            (torch.amp.GradScaler, "scale", self._scale),
+            *self._amp.functions,
             (torch, "clear_autocast_cache", self._leave_autocast),
             (Optimizer, "__init__", self._made),
             (Optimizer, "zero_grad", self._zero_grad),
@@ -136,6 +138,11 @@ class StepObserver(ThreadObserver):
         self._since = self._since or system.monotonic()
         if self._recorder.is_paused:
             return call(module, *args, **kwargs)
+        if self.has_enough:
+            if system.monotonic() - self._since > SECONDS:
+                self._leave()
+            with self._recorder.paused():
+                return self._amp.computed(Node.of(module, args, kwargs), functools.partial(call, module))
         # A step that has begun gets more time, so that one at least is complete
         in_step = bool(self._recorder.nodes or self._backwards) and not self.found.steps
         if system.monotonic() - self._since > SECONDS * (5 if in_step else 1):
@@ -158,8 +165,9 @@ class StepObserver(ThreadObserver):
         node = Node.of(module, args, kwargs)
         node.given = map_tensors((args, kwargs), copy_of)
         node.restore_generators = list(generator_restorers())
+        self._amp.calls(module)
         with self._recorder.paused(), replaced(nn.Module, "__call__", call):  # a compiler looks at it
-            output = call(module, *args, **kwargs)
+            output = self._amp.computed(node, functools.partial(call, module))
         node.results = [tensor for _, tensor in leaves(output)]
         self._recorder.nodes.append(node)
         self._recorder.on = True
@@ -176,12 +184,6 @@ class StepObserver(ThreadObserver):
             return self._recorder.recorded(original, args, kwargs)
         return original(*args, **kwargs)
 
-    def _scale(self, original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
-        scaled = original(scaler, outputs)
-        if isinstance(outputs, Tensor) and scaler.is_enabled():
-            self._scaled[id(scaled)] = (scaled, outputs, float(scaler.get_scale()))
-        return scaled
-
     def _leave_autocast(self, original: Callable[..., Any]) -> None:
         self._in_autocast = False
         original()
@@ -192,12 +194,15 @@ class StepObserver(ThreadObserver):
 
     def _zero_grad(self, original: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> Any:
         parameters = owner.parameters() if isinstance(owner, nn.Module) else _trained_by(owner).values()
+        cleared = frozenset(map(id, parameters))
+        self._amp.clears(cleared)
         if self._backwards:
-            self._cleared.append((len(self._backwards), frozenset(map(id, parameters))))
+            self._cleared.append((len(self._backwards), cleared))
         return original(owner, *args, **kwargs)
 
     def _clip(self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        self._amp.clips(listed, sys._getframe(2))
         clip = Clip(original, [id(parameter) for parameter in listed], args, kwargs)
         self._clips.setdefault(len(self._backwards), []).append(clip)
         with self._recorder.paused():
@@ -208,13 +213,15 @@ class StepObserver(ThreadObserver):
             return original(tensors, *args, **kwargs)
         frame = sys._getframe(2)
         losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        # The scale of a GradScaler is left out of the loss, and applied to the gradients
-        _, loss, scale = self._scaled.get(id(losses[0]), (None, losses[0], 1.0))
+        loss = self._amp.unscaled(losses[0])
+        self._amp.backward(losses[0], frame)
+        if self.has_enough:
+            return original(tensors, *args, **kwargs)
         has_gradient = any(gradient is not None for gradient in args[:1])
         if len(losses) > 1 or loss.numel() != 1 or has_gradient:
             self.give_up(f"{own_line(frame)} calls backward() of more than one number")
         self.found.has_gradients = True
-        self._backwards.append(Backward(loss, loss.detach().clone(), len(self._recorder.nodes), scale))
+        self._backwards.append(Backward(loss, loss.detach().clone(), len(self._recorder.nodes)))
         self.found.framework = self.found.framework or framework_of(frame)
         with self._recorder.paused():
             return original(tensors, *args, **kwargs)
@@ -223,6 +230,9 @@ class StepObserver(ThreadObserver):
         if self._is_elsewhere:
             return
         self._recorder.on = False
+        self._amp.steps(optimizer, sys._getframe(1))
+        if self.has_enough:
+            self._leave()
         if not self.found.steps:
             self._save(_trained_by(optimizer).values())
         if optimizer not in self.found.states:
@@ -249,7 +259,7 @@ class StepObserver(ThreadObserver):
         # Whether the last step was made in this block of autocast too: torch counts those it is in
         in_block = torch.autocast_increment_nesting() > 1
         torch.autocast_decrement_nesting()
-        casts = torch.is_autocast_cache_enabled() and any(step.program.autocasts for step in self.found.steps[:1])
+        casts = torch.is_autocast_cache_enabled() and bool(self._amp.open_blocks)
         if self._in_autocast and casts:
             self.found.facts[_ONE_AUTOCAST] = None
         self._in_autocast = in_block
@@ -265,7 +275,10 @@ class StepObserver(ThreadObserver):
             return
         self._end()
         if self.found.problem is not None or self.found.unlike or len(self.found.steps) >= self.found.wanted:
-            self._leave()
+            # What a script asks its scaler for after a step shows until the next one
+            self.has_enough = self._amp.has_scaler
+            if not self.has_enough:
+                self._leave()
 
     def _is_complete(self) -> bool:
         """Whether each optimizer has made a step; in the first, all that train other weights."""
@@ -305,12 +318,13 @@ class StepObserver(ThreadObserver):
         recorder = self._recorder
         recorder.on = False
         lists = (recorder.nodes, self._backwards, self._cleared, self._made_steps)
-        for records in (*lists, recorder.copies, self._scaled, self._clips):
+        for records in (*lists, recorder.copies, self._clips):
             records.clear()
 
     def forget(self) -> None:
         """Free all that was observed."""
         self._forget_step()
+        self._amp.forget()
         self.found = ObservedSteps(0)
 
     # -- After a step of the optimizer
@@ -327,7 +341,8 @@ class StepObserver(ThreadObserver):
         if not found.steps:
             found.first = backwards
             found.made_first = list(made)
-            found.facts |= dict.fromkeys(found.facts_of(program))
+            dtypes = [str(dtype).removeprefix("torch.") for dtype in self._amp.dtypes]
+            found.facts |= dict.fromkeys(found.facts_of(program, dtypes, self._amp.scale))
         else:
             program.release()
         found.steps.append(step)

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from lowprec_check.engine.model.loss_program import Backward, Phase, Program, co
 from lowprec_check.engine.model.optimizer_like import Clip, OptimizerLike, OptimizersLike, Settings
 from lowprec_check.engine.model.snapshot import restore_tensor
 from lowprec_check.errors import UsageError
+from lowprec_check.schema.amp_use import AmpUse, all_told
 from lowprec_check.torchkit.devices import kept_generators
 from lowprec_check.torchkit.output_comparison import same_values
 from lowprec_check.torchkit.pytree import map_tensors
@@ -128,6 +129,8 @@ class ObservedTraining(NamedTuple):
     notes: tuple[str, ...]
     losses: tuple[float, ...] = ()
     """Of the script, in the observed steps; none under autocast, since fp32 gives others."""
+    amp: tuple[AmpUse, ...] = ()
+    """What the script does wrong with autocast and ``GradScaler``."""
 
     def differs_in(self, losses: Sequence[float]) -> str | None:
         """Where the ``losses`` of the scan in fp32 differ from the script's, and perhaps why."""
@@ -214,12 +217,13 @@ class ObservedSteps:
     """All optimizers, and the lines that make them."""
     has_gradients: bool = False
     problem: str | None = None  # why no step can be made as the script makes it
+    amp: Callable[[], tuple[AmpUse, ...]] = tuple  # what it does wrong with autocast and `GradScaler`
 
-    def facts_of(self, program: Program) -> Iterator[str]:
-        """What the first step does differently from a scan, as notes."""
-        made = [f"under autocast to {str(dtype).removeprefix('torch.')}" for dtype in program.autocasts]
-        if self.first[0].scale != 1.0:
-            made.append(f"with a GradScaler, at {self.first[0].scale:g} in the step observed")
+    def facts_of(self, program: Program, dtypes: Sequence[str], scale: float | None) -> Iterator[str]:
+        """What the first step does differently from a scan, as notes; ``dtypes`` of autocast."""
+        made = [f"under autocast to {dtype}" for dtype in dtypes]
+        if scale is not None:
+            made.append(f"with a GradScaler, at {scale:g} at first")
         if made:
             yield f"the script trains {' and '.join(made)}: fp32 is trained without"
         if len(program.losses) > len(program.plan):
@@ -261,7 +265,8 @@ class ObservedSteps:
             optimizer = self._optimizer(root)
             self._check(optimizer, loss)
         except UnrepeatableError as problem:
-            raise UsageError(f"The training of {script} cannot be scanned: {problem}.", DEFINE_PARTS) from None
+            hint = f"{all_told(self.amp())} {DEFINE_PARTS}".strip()
+            raise UsageError(f"The training of {script} cannot be scanned: {problem}.", hint) from None
         # From here on, the scan trains it in its own ways
         for module in root.modules():
             _detach(module, self.facts)
@@ -278,7 +283,7 @@ class ObservedSteps:
             batches = batches[:1]
         made = tuple(dict(self.made).get(optimizer) or "" for optimizer in self.optimizers)
         losses = () if program.autocasts else tuple(step.loss for step in self.steps)
-        return ObservedTraining(root, loss, optimizer, batches, line, self.framework, made, notes, losses)
+        return ObservedTraining(root, loss, optimizer, batches, line, self.framework, made, notes, losses, self.amp())
 
     def _optimizer(self, root: nn.Module) -> OptimizerLike | OptimizersLike:
         """What makes optimizers like those of the script, of the parameters of ``root``."""
@@ -298,7 +303,6 @@ class ObservedSteps:
         """Make the first step again; raises :class:`UnrepeatableError` if its results differ."""
         program, batch, root, _ = self.steps[0]
         inputs = batch.args if isinstance(root, ScriptStep) else batch.targets
-        scale = self.first[0].scale
 
         def again() -> Any:
             args, kwargs = map_tensors((batch.args, batch.kwargs), copy_of)
@@ -321,13 +325,10 @@ class ObservedSteps:
                         if not torch.allclose(computed, value, rtol=rounding, atol=0, equal_nan=True):
                             what = f"the loss at {loss.line} is {computed.item():g}, not {value.item():g}"
                             raise UnrepeatableError(f"computed again from the same batch, {what}")
-                    (sum_of(losses) * scale).backward()
+                    sum_of(losses).backward()
                     for index in phase.steps:
-                        for parameter in own[index]:
-                            if parameter.grad is not None:
-                                parameter.grad.div_(scale)
                         optimizers[index].step()
-                        _check_gradients(own[index], next(steps), loss.line, program.gradient_rounding, scale)
+                        _check_gradients(own[index], next(steps), loss.line, program.gradient_rounding)
         finally:
             self._restore()
 
@@ -366,9 +367,7 @@ class ObservedSteps:
         yield from self.facts
 
 
-def _check_gradients(
-    parameters: Sequence[nn.Parameter], step: OptimizerStep, line: str | None, same: float, scale: float
-) -> None:
+def _check_gradients(parameters: Sequence[nn.Parameter], step: OptimizerStep, line: str | None, same: float) -> None:
     """Raise :class:`UnrepeatableError` if the gradients differ by more than ``same``."""
     own = {id(parameter): parameter.grad for parameter in parameters}
     pairs = []
@@ -385,8 +384,6 @@ def _check_gradients(
     if not own.keys() >= {parameter for clip in step.clips for parameter in clip.parameters}:
         others = "those of other parameters, the scan clips those of each optimizer alone"
         why = f"; the script clips them together with {others}"
-    elif scale != 1 and step.clips:
-        why = "; if they are clipped before scaler.unscale_(optimizer), `lowprec-check fix --train` adds that call"
     by = f"from those of the loss at {line} by {error / (norm or 1.0):.1%}"
     raise UnrepeatableError(f"the gradients that the optimizer gets differ {by}{why}")
 

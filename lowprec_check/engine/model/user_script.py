@@ -54,6 +54,9 @@ class Ran(NamedTuple):
 class Observer(Protocol):
     """What lets a script run on after its first call of a model, and observes it."""
 
+    has_enough: bool
+    """Whether the script may end in any way, since all that is needed was seen."""
+
     def observing(self, leave: Callable[[], Any]) -> contextlib.AbstractContextManager[Any]:
         """Entered around the script; ``leave`` leaves that, and does not return."""
 
@@ -321,7 +324,9 @@ class _Running:
         exits = isinstance(ended, SystemExit) and ended.code in (None, 0)
         if exits and (self._passed_over or self._defined is not None):
             return False
-        return self.first is None or (self._observer is not None and not isinstance(ended, SystemExit))
+        if self._observer is None or self.first is None:
+            return self.first is None
+        return not (self._observer.has_enough or isinstance(ended, SystemExit))
 
 
 # -- The thread in which a model was called

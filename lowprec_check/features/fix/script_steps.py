@@ -43,6 +43,8 @@ def made_steps(path: Path, arguments: tuple[str, ...], steps: int, seed: int, *,
 class StepWatch(ThreadObserver):
     """Observes a script, which it changes for fp32 only; see :func:`.run_to_first_call`."""
 
+    has_enough = False
+
     def __init__(self, steps: int, *, fp32: bool) -> None:
         super().__init__()
         self._wanted, self._fp32 = steps, fp32

@@ -59,7 +59,7 @@ class StandIn(Mode):
         """The predicted one."""
         return self.device.name
 
-    def failure_hint(self, error: ExceptionInfo, device: str) -> str | None:
+    def failure_hint(self, error: ExceptionInfo, device: str, target: Target) -> str | None:
         """What fails because the device is not here, or has no kernel."""
         custom = CUSTOM_OP_WITHOUT_CPU.search(error.message)
         if says_device_is_absent(error.message):

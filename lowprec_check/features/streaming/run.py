@@ -100,7 +100,7 @@ class Streaming(Mode):
         source.report(NOTICE, f"Resumed: {', '.join(key.label for key in runs)} of the scan that ended early.")
         return runs
 
-    def failure_hint(self, error: ExceptionInfo, device: str) -> str | None:
+    def failure_hint(self, error: ExceptionInfo, device: str, target: Target) -> str | None:
         """A weight that was used without its module."""
         if NOT_READ not in error.message:
             return None

@@ -29,10 +29,12 @@ from lowprec_check.errors import UsageError
 from lowprec_check.features.training.steps import TrainingStep, batches_of, with_step
 from lowprec_check.features.training.training_part import TrainingPart, with_draws_of
 from lowprec_check.features.training.training_reference import ReferenceTraining, TrainingReference, in_training
+from lowprec_check.schema.amp_use import all_told
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS
 from lowprec_check.schema.scan_result import Run
+from lowprec_check.schema.verdict import ExceptionInfo
 from lowprec_check.schema.ways_to_train import WAYS, WayToTrain, ways_of
 from lowprec_check.torchkit.compiled import compiled_frames
 from lowprec_check.torchkit.installation import extension_problem
@@ -64,6 +66,12 @@ class Training(Mode):
                 f"Training in fp32 gives NaN or Inf in step {so_far.run.calls}, in the loss or the weights.",
                 "Fix it in fp32 first: check the loss, or lower the learning rate in `optimizer`.",
             )
+
+    def failure_hint(self, error: ExceptionInfo, device: str, target: Target) -> str | None:
+        """What to repair in the script first."""
+        if target.observed is None:
+            return None
+        return all_told(target.observed.amp) or None
 
     @contextlib.contextmanager
     def ready(self, task: ModelTask, target: Target, snapshot: Snapshot | None = None) -> Iterator[Prepared]:

@@ -1,0 +1,1 @@
+"""A failing run again, with the modules in fp32 that its analysis blames."""
