@@ -116,6 +116,19 @@ class MixedInput(Struct, frozen=True, kw_only=True):
     """Whether the trial casts it."""
 
 
+class DisabledAutocast(Struct, frozen=True, kw_only=True):
+    """A region of ``torch.autocast`` that torch disabled with a warning."""
+
+    device: str
+    """Its device type, ``cuda``."""
+    dtype: str
+    """``torch.float32``."""
+    source: str | None = None
+    """``file.py:line`` of the code that makes it."""
+    warning: str
+    """The first line of the warning."""
+
+
 class MixedCall(Struct, frozen=True, kw_only=True):
     """An op that fails for the dtypes of its inputs, and succeeds with a cast."""
 
@@ -127,6 +140,8 @@ class MixedCall(Struct, frozen=True, kw_only=True):
     """``file.py:line``."""
     inputs: list[MixedInput]
     """The floating inputs of the first such call."""
+    disabled_autocast: DisabledAutocast | None = None
+    """The region around it that torch disabled, if any."""
 
     @property
     def place(self) -> tuple[str, str, str | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from lowprec_check.analysis.rules.registry import RAN_HERE, Finding, catalog_fix, line_of, low_runs
+from lowprec_check.analysis.rules.registry import FAILED_HERE, RAN_HERE, Finding, catalog_fix, line_of, low_runs
 from lowprec_check.analysis.rules.relevance import ADVICE, advice_for, in_phase_of, tried_runs
 from lowprec_check.analysis.run_summary import failing_gaps, fails_elsewhere, passes_all
 from lowprec_check.schema.axes import device_type
@@ -39,7 +39,9 @@ def from_gaps(
             if gap.layer == "backend" or gap.is_between_casts:
                 continued = None
             # A predicted run rests on the catalog, or on code that ran here.
-            rests_on = gap.predicted_by or (RAN_HERE if run.evidence == "predicted" else None)
+            rests_on = gap.predicted_by
+            if run.evidence == "predicted" and rests_on is None:
+                rests_on = RAN_HERE if gap.layer == "function" else FAILED_HERE
             more, error = chained(observed(gap, run), continued), gap.message
             if more.template:
                 error = error.removesuffix(".")

@@ -129,7 +129,7 @@ def dtype_mismatch(result: ScanResult) -> Iterator[Finding]:
             f"{cast}, the output passes, error {{error:error}}",
             error=tried.rel_l2,
         )
-        return chained(*map(_origin_of, _one_of_each_dtype(call)), passes)
+        return chained(_disabled_around(call, run), *map(_origin_of, _one_of_each_dtype(call)), passes)
 
     yield from from_gaps(result, "dtype-mismatch", advice, observed)
 
@@ -139,6 +139,19 @@ def _mixed_call(gap: Gap, run: Run) -> MixedCall | None:
     if run.mixed_dtypes is None or gap.phase != "forward":
         return None
     return next((call for call in run.mixed_dtypes.calls if call.place == gap.place), None)
+
+
+def _disabled_around(call: MixedCall, run: Run) -> Sentence | None:
+    """The region of autocast around ``call`` that torch disabled."""
+    region = call.disabled_autocast
+    if region is None:
+        return None
+    device = region.device
+    if run.evidence == "predicted" and device == "cpu":  # that of the tensors in a stand-in
+        device = device_type(run.device)
+    what = f'torch.autocast("{device}", dtype={region.dtype}){fill(" at {}", region.source)}'
+    words = "it is inside {region:text}, which torch disables: {warning:text}"
+    return say(words, region=what, warning=region.warning.removesuffix("."))
 
 
 def _one_of_each_dtype(call: MixedCall) -> list[MixedInput]:

@@ -29,8 +29,10 @@ from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Diagnostic, Gap, Run, ScanResult, Severity
 from lowprec_check.schema.statements import Sentence, chained, plain, say
 
-# What a gap of a predicted run rests on, if not on the catalog.
+# What a gap of a predicted run rests on, if not on the catalog: checks that torch makes before it
+# chooses a kernel, or a kernel of the CPU, which is not that of the device.
 RAN_HERE = "code of torch that is the same on all devices, and ran here"
+FAILED_HERE = "it fails on this CPU; whether the device's own kernel fails too is not known"
 
 
 class Finding(NamedTuple):
@@ -90,7 +92,7 @@ class Rule(NamedTuple):
             elif finding.help is not None:
                 advice = finding.help
             # A known issue may name what an op raised, but not what the catalog says of it.
-            raised = text if finding.rests_on in (None, RAN_HERE) else None
+            raised = text if finding.rests_on in (None, RAN_HERE, FAILED_HERE) else None
             issue = known_issue(result, self.code, finding.op, finding.run, raised)
             if issue:
                 advice = chained(advice, say("reported in {issue:text}", issue=issue.link))

@@ -56,6 +56,7 @@ from lowprec_check.engine.model.zoo import load_timm, load_torchvision
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.schema.options import FORMS
 from lowprec_check.schema.scanned_model import STREAMED
+from lowprec_check.torchkit.autocast_regions import noting_autocasts
 
 FACTORIES = ("make_model", "build_model", "create_model", "get_model")
 
@@ -96,7 +97,9 @@ def load_target(
     # What the user's code prints must not mix with the report on stdout
     argv, sys.argv = sys.argv, [spec.rpartition(":")[0] or spec, *arguments]
     try:
-        with contextlib.redirect_stdout(sys.stderr), torchvision_works(), without_extension() as left_out:
+        # Decorators make autocast when the file is imported.
+        redirected = contextlib.redirect_stdout(sys.stderr)
+        with redirected, torchvision_works(), noting_autocasts(), without_extension() as left_out:
             if zoo == "hf":
                 target = load_folder(name, inputs, stream=stream)
             else:

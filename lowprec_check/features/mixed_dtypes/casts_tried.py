@@ -21,7 +21,16 @@ from lowprec_check.engine.model.plain_run import judge, output_tensors
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.features.mixed_dtypes.dtype_origins import DtypeOrigins, floating_arguments
-from lowprec_check.schema.findings import WRITES_INTO, DtypeOrigin, Gap, MixedCall, MixedDtypes, MixedInput
+from lowprec_check.schema.findings import (
+    WRITES_INTO,
+    DisabledAutocast,
+    DtypeOrigin,
+    Gap,
+    MixedCall,
+    MixedDtypes,
+    MixedInput,
+)
+from lowprec_check.torchkit.autocast_regions import following_regions, noted
 from lowprec_check.torchkit.dispatch_mode import AutocastKeys, DispatchMode, observing
 from lowprec_check.torchkit.floating_dtypes import is_narrow
 from lowprec_check.torchkit.source_location import ModuleStack, source_lines
@@ -50,9 +59,9 @@ def try_casts(
     ways: tuple[Way, ...] = ("narrow", "wide")
     try:
         for way in ways:
-            inputs = ready.inputs(args, kwargs)
-            with ModuleStack(ready.model) as stack:
-                mode = _Casting(stack, DtypeOrigins(ready.model, inputs), dtype, way)
+            inputs, regions = ready.inputs(args, kwargs), list[Any]()
+            with ModuleStack(ready.model) as stack, following_regions(regions):
+                mode = _Casting(stack, DtypeOrigins(ready.model, inputs), dtype, way, regions)
                 inner = _CastingFunctions(mode) if above else None
                 output, error = call_under(mode, ready, *inputs, seed, inner)
             snapshot.rewind()
@@ -75,8 +84,11 @@ def try_casts(
 class _Casting(DispatchMode):
     """Runs ops as given; one that fails for its dtypes runs again with a cast."""
 
-    def __init__(self, stack: ModuleStack, origins: DtypeOrigins, low: torch.dtype, way: Way) -> None:
+    def __init__(
+        self, stack: ModuleStack, origins: DtypeOrigins, low: torch.dtype, way: Way, regions: Sequence[Any]
+    ) -> None:
         super().__init__()
+        self._regions = regions  # the active ``torch.autocast``, the innermost last
         self._stack, self.origins, self.low, self._way = stack, origins, low, way
         self.calls: dict[tuple[str, str, str | None], MixedCall] = {}
         self.others = False
@@ -128,7 +140,18 @@ class _Casting(DispatchMode):
             is_cast = tensor.dtype != dtype
             mixed.append(MixedInput(argument=name, dtype=str(tensor.dtype)[6:], origin=origin, is_cast=is_cast))
         place = self._stack.current, op, source
-        self.calls.setdefault(place, MixedCall(module=place[0], op=op, source=source, inputs=mixed))
+        disabled = next(filter(None, map(_disabled, reversed(self._regions))), None)
+        call = MixedCall(module=place[0], op=op, source=source, inputs=mixed, disabled_autocast=disabled)
+        self.calls.setdefault(place, call)
+
+
+def _disabled(autocast: Any) -> DisabledAutocast | None:
+    """The region of ``autocast``, if torch disabled it."""
+    note = noted(autocast)
+    if note is None or not note.disabled_because:
+        return None
+    dtype = str(autocast.fast_dtype)
+    return DisabledAutocast(device=note.device, dtype=dtype, source=note.source, warning=note.disabled_because)
 
 
 def _to(dtype: torch.dtype) -> Callable[[Any], Any]:

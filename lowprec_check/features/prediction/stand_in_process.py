@@ -27,6 +27,7 @@ from lowprec_check.features.prediction.device_kernels import StandInKernels, all
 from lowprec_check.features.prediction.kernel_support import KernelSupport
 from lowprec_check.schema.measures import PredictedDevice
 from lowprec_check.torchkit.autocast_policies import aten_overload
+from lowprec_check.torchkit.autocast_regions import noted
 from lowprec_check.torchkit.op_kernels import replace_autocast_kernels
 
 DEFAULT_AUTOCAST = torch.float16
@@ -112,18 +113,48 @@ def _answer_as(device: str) -> None:
 
         return renamed
 
-    autocast = torch.amp.autocast_mode.autocast
-    initialize = autocast.__init__
-
-    @functools.wraps(initialize)
-    def initialize_renamed(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        initialize(self, named(device_type), *args, **kwargs)
-
-    autocast.__init__ = initialize_renamed  # type: ignore[method-assign]
+    _construct_autocast_as(device, named)
     for name in ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype"):
         setattr(torch, name, renaming(getattr(torch, name)))
     if device == "cuda":
         torch.get_autocast_gpu_dtype = lambda: torch.get_autocast_dtype("cpu")
+
+
+def _construct_autocast_as(device: str, named: Callable[[str], str]) -> None:
+    """Give ``torch.autocast`` the rules of ``device``, which torch 2.8 to 2.13 share.
+
+    CUDA runs it in any dtype. Other devices do in 16 bits only, and disable it with a warning.
+    """
+    mode: Any = torch.amp.autocast_mode
+    initialize, enter, cast, told = mode.autocast.__init__, mode.autocast.__enter__, mode._cast, mode.warnings
+    arguments_of = inspect.signature(initialize).bind
+    takes_any_dtype = device == "cuda"
+
+    def said(message: Any) -> str:
+        return str(message).replace("CPU A", f"{device.upper()} A").replace("CPU a", f"{device.upper()} a")
+
+    def warn(message: Any, category: Any = None, stacklevel: int = 1) -> None:
+        if not (takes_any_dtype and "CPU autocast" in str(message)):
+            told.warn(said(message), category, stacklevel=stacklevel + 1 + (stacklevel > 1))
+
+    @functools.wraps(initialize)
+    def initialize_renamed(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        initialize(self, named(device_type), *args, **kwargs)
+        if takes_any_dtype and named(device_type) == "cpu":
+            self._enabled = arguments_of(self, device_type, *args, **kwargs).arguments.get("enabled", True)
+
+    @functools.wraps(enter)
+    def enter_noted(self: Any) -> Any:
+        # That of a decorator was made before this process became the stand-in.
+        note = noted(self)
+        if takes_any_dtype and self.device == device and note is not None:
+            self._enabled = note.enabled
+        return enter(self)
+
+    mode.warnings = types.SimpleNamespace(**{**vars(warnings), "warn": warn, "said": said})
+    mode.autocast.__enter__ = enter_noted
+    mode.autocast.__init__ = initialize_renamed
+    mode._cast = lambda value, device_type, dtype: cast(value, named(device_type), dtype)
 
 
 # Of more than 1,000 boxes, it treats classes one by one on a CPU; a GPU moves those of each class
@@ -211,11 +242,15 @@ def _casting(dtype: torch.dtype | None) -> Change:
 
 def _promoted(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """All in fp32 if one is; all in the lower dtype if all are."""
-    lower = torch.get_autocast_dtype("cpu")
-    dtypes = {tensor.dtype for tensor in tensors_in(args, kwargs) if _is_eligible(tensor)}
-    if not dtypes <= {lower, torch.float32}:
-        raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
-    return func, *_cast(args, kwargs, torch.float32 if torch.float32 in dtypes else lower)
+    lower = widest = torch.get_autocast_dtype("cpu")
+    if lower == torch.float64:
+        raise RuntimeError("promote type is double in at::autocast::prioritize")
+    for tensor in filter(_is_eligible, tensors_in(args, kwargs)):
+        if torch.float32 in (widest, tensor.dtype):
+            widest = torch.float32
+        elif tensor.dtype != lower or widest != lower:
+            raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
+    return func, *_cast(args, kwargs, widest)
 
 
 def _with_dtype(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from lowprec_check.schema.findings import MixedCall
 from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.torchkit.autocast_regions import noting_autocasts
 
 Cast = Callable[[Tensor, Tensor], Tensor]
 Body = Callable[["Mixing", Tensor, Tensor, Tensor, Cast], Tensor]
@@ -180,3 +181,60 @@ def test_without_a_cast_that_helps_there_is_no_advice() -> None:
     assert "ones made it" in message
     assert "passes" not in message
     assert not to_do
+
+
+class Region(nn.Module):
+    """A layer inside a region of autocast that torch disables on this machine."""
+
+    def __init__(self, device: str, *, decorated: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.out, self.decorated = nn.Linear(8, 8), nn.Linear(8, 4), decorated
+        self.table, self.region = torch.linspace(0, 1, 8), torch.autocast(device, dtype=torch.float32)
+        self.device = device
+
+    def inside(self, x: Tensor) -> Tensor:
+        return self.layer(x * self.table)
+
+    def forward(self, x: Tensor, i: Tensor) -> Tensor:
+        if self.decorated:
+            return self.out(self.region(self.inside)(x).to(x.dtype))
+        with torch.autocast(self.device, dtype=torch.float32):
+            y = self.inside(x)
+        return self.out(y.to(x.dtype))
+
+
+@pytest.mark.filterwarnings("ignore:.*[Dd]isabling")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA runs autocast in fp32")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("decorated", [False, True])
+def test_a_region_that_torch_disables_is_named(device: str, decorated: bool) -> None:
+    with noting_autocasts():  # as when a file is loaded
+        model = Region(device, decorated=decorated)
+    result, run = scanned(model, "half")
+    region = only_call(run).disabled_autocast
+    assert region is not None
+    assert (region.device, region.dtype) == (device, "torch.float32")
+    assert "isabling" in region.warning
+    message, to_do = advice(result)
+    assert f'it is inside torch.autocast("{device}", dtype=torch.float32) at ' in message
+    assert region.warning.removesuffix(".") in message
+    assert to_do.startswith(("cast input here", "cast mat1 here"))
+
+
+def test_a_region_that_is_disabled_on_purpose_is_not_named() -> None:
+    def outside(m: Mixing, out: Tensor, y: Tensor, i: Tensor, cast: Cast) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return y @ torch.ones(8, 8)
+
+    assert only_call(scanned(Mixing(outside), "half")[1]).disabled_autocast is None
+
+
+@pytest.mark.filterwarnings("ignore:.*[Dd]isabling")
+def test_warnings_are_given_as_torch_gives_them() -> None:
+    with pytest.warns(UserWarning, match="Disabling autocast") as plain:
+        torch.autocast("cpu", dtype=torch.float32)
+    with pytest.warns(UserWarning, match="Disabling autocast") as observed, noting_autocasts():
+        torch.autocast("cpu", dtype=torch.float32)
+    assert [w.filename for w in observed] == [w.filename for w in plain]
+    assert [str(w.message) for w in observed] == [str(w.message) for w in plain]

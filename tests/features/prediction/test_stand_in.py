@@ -171,6 +171,53 @@ def test_autocast_of_the_device_named_in_the_model_applies() -> None:
     assert any(row.op.startswith("aten.mm") and row.dtypes == "f16→f16" for row in run.op_calls.rows())
 
 
+REGIONS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "linear": lambda layer, x: layer(x),
+    "index_put": lambda _, x: torch.zeros(4, 8).index_put((torch.arange(4),), x.half()),
+    "dot": lambda _, x: torch.dot(x[0].half(), x[0]),
+    "softmax": lambda _, x: x.half().softmax(-1),
+    "mm": lambda _, x: x.half() @ x.half().T,
+}
+REFUSED = "promote type is double in at::autocast::prioritize"
+ON_H200 = {"float32": ["float32"] * 5, "float64": ["float64", REFUSED, REFUSED, "float32", "float64"]}
+"""What regions of autocast in other dtypes gave there on fp32 and fp16, with torch 2.11."""
+
+
+@pytest.mark.parametrize("dtype", ON_H200)
+def test_cuda_runs_autocast_in_any_dtype(dtype: str) -> None:
+    def on_cuda() -> list[str]:
+        stand_in_process.become_stand_in(device("cuda"))
+        x, layer, given = torch.ones(4, 8), nn.Linear(8, 8).half(), list[str]()
+        for region in REGIONS.values():
+            try:
+                with torch.no_grad(), torch.autocast("cuda", dtype=getattr(torch, dtype)):
+                    given.append(str(region(layer, x).dtype).removeprefix("torch."))
+            except RuntimeError as error:
+                given.append(str(error))
+        return given
+
+    assert isolated(on_cuda, "fork", list[str]) == ON_H200[dtype]
+
+
+@pytest.mark.filterwarnings("ignore:.*Disabling autocast")
+@pytest.mark.parametrize(("name", "status_there"), [("cuda", "ok"), ("xpu", "error")])
+def test_a_region_in_fp32_is_predicted_by_the_rules_of_the_device(name: str, status_there: str) -> None:
+    def within(x: Tensor) -> Tensor:
+        with torch.autocast(name, dtype=torch.float32):
+            return layer(x * torch.ones(16))
+
+    model = Calls(within)
+    layer = model.layer = nn.Linear(16, 16)
+    result = predicted(model, X, name, precisions="half")
+    assert result.run("half").status == status_there
+    found = [diagnostic for diagnostic in result.diagnostics if diagnostic.code == "LP103"]
+    assert len(found) == (status_there == "error")
+    for finding in found:
+        assert f'inside torch.autocast("{name}", dtype=torch.float32)' in finding.message
+        assert "In XPU autocast, but the target dtype is not supported. Disabling autocast" in finding.message
+        assert finding.rests_on == "it fails on this CPU; whether the device's own kernel fails too is not known"
+
+
 def test_a_function_that_autocast_forbids_raises() -> None:
     class Loss(nn.Module):
         def __init__(self) -> None:
