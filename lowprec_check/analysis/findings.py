@@ -29,6 +29,12 @@ class Message(NamedTuple):
         """``message → what to do``."""
         return f"{self.text}{fill(' → {}', self.help)}"
 
+    @property
+    def known(self) -> str:
+        """``known: T5 overflows in fp16, https://…: keep wo in fp32``; empty without a report."""
+        cases = dict.fromkeys(d.known.text for d in self.found if d.known is not None)
+        return fill("known: {}", next(iter(cases), ""))
+
 
 class FindingPlace(NamedTuple):
     """Where findings are, and in which runs."""
@@ -82,6 +88,11 @@ class FindingGroup(NamedTuple):
     def said(self) -> str:
         """The messages alone."""
         return self._said(with_advice=False)
+
+    @property
+    def known(self) -> str:
+        """What users reported of the like, of the first message about which something is known."""
+        return next((message.known for message in self.messages if message.known), "")
 
     def _said(self, *, with_advice: bool) -> str:
         """The messages, each with its runs, or with its modules where the runs are the same."""

@@ -171,6 +171,8 @@ class Row(NamedTuple):
     """The module that it is about: pages filter by it."""
     below: Sequence[Block] = ()
     """What the row unfolds."""
+    line: str = ""
+    """A line of its own below its last cell."""
 
 
 @dataclass(frozen=True)

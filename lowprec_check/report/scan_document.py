@@ -155,14 +155,18 @@ def findings_table(found: Sequence[FindingGroup], most: int = 0) -> Table:
         Column("where", "text"),
         Column("what", "sentence"),
     ]
-    rows = []
+    rows, reported = [], set[str]()
     for group in found:
         said = "; ".join([group.what, *(f"predicted from: {source}" for source in group.rests_on)])
         below = [Say(place.text, role="item", lead=", ".join(place.runs)) for place in group.places[:100]]
         module = next((place.module for place in group.places), None)
         runs, name = ", ".join(group.short_runs), f"{group.code} {group.name}"
         cells = [group.severity, name, runs, group.op, group.where or "model", said]
-        rows.append(Row(cells, below=below, module=module))
+        line = ""
+        if group.known not in reported:
+            line = group.known
+            reported.add(line)
+        rows.append(Row(cells, below=below, module=module, line=line))
     return Table(columns, rows, "findings", headings=5, searchable=True, most=most)
 
 

@@ -160,6 +160,27 @@ class MixedDtypes(Struct, frozen=True, kw_only=True):
     """Error of its output; ``None`` if it is not finite."""
 
 
+# -- Findings
+
+
+class ReportedCase(Struct, frozen=True, kw_only=True):
+    """A fault like that of a finding, which users have reported: nothing of it was measured."""
+
+    title: str
+    """What was reported."""
+    link: str
+    """The public thread."""
+    repair: str
+    """How its maintainers repaired it."""
+    evidence: Literal["reported"] = "reported"
+    """What it rests on."""
+
+    @property
+    def text(self) -> str:
+        """``title, link: repair``."""
+        return f"{self.title}, {self.link}: {self.repair}"
+
+
 class Diagnostic(Struct, frozen=True, kw_only=True):
     """One finding, at one place."""
 
@@ -203,7 +224,9 @@ class Diagnostic(Struct, frozen=True, kw_only=True):
     help_figures: dict[str, Figure] = {}
     """The figures of ``help_template``."""
     url: str | None = None
-    """The reported issue of torch, if there is one."""
+    """The link of ``known``."""
+    known: ReportedCase | None = None
+    """A fault that users have reported and that it is like, if one is known."""
     rests_on: str | None = None
     """Of a predicted run: what this is known from, in words; a row of the catalog, for example."""
     # How much it matters.

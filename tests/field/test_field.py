@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers import scan_here
+from helpers import scan_here, screen_of
 from torch.utils._pytree import tree_flatten, tree_map
 
 from lowprec_check.schema.precisions import PRECISIONS
@@ -48,6 +48,9 @@ class Report(NamedTuple):
 
 NOT_NAMED = {"forced_token": "the assigned number is Inf before an op sees it, as a mask of -inf is"}
 """Reports whose cause is not named yet, and why."""
+
+KNOWN_BEFORE = {"masked_scores": "https://github.com/huggingface/transformers/issues/35332"}
+"""Reports of what an older one had reported, which a scan shows."""
 
 REPORTS = [
     Report("affine_grid", "autocast-fp16", "share", "affine_grid_generator", r"lowprec-check fix"),
@@ -207,3 +210,20 @@ def test_what_is_recommended_for_a_report_passes(report: Report) -> None:
     exec(advice.code, given)
     error = error_of(given["output"], called(form.model(), form.inputs()))
     assert error <= PRECISIONS.get(advice.precision).tolerance
+
+
+@pytest.mark.parametrize("report", [with_reason(report) for report in REPORTS])
+def test_a_scan_shows_the_report_that_a_finding_is_like(report: Report) -> None:
+    link = re.search(r"https://\S+", load(report.name).__doc__ or "")
+    assert link is not None
+    found = [each.known for each in scanned(report.name).diagnostics if each.precision == report.precision]
+    links = {case.link for case in found if case is not None}
+    assert links == {KNOWN_BEFORE.get(report.name, link.group())}
+
+
+def test_a_screen_has_the_known_report_in_a_line() -> None:
+    result = scanned("rms_norm_square")
+    case = next(each.known for each in result.diagnostics if each.known is not None)
+    assert case.evidence == "reported"
+    lines = [line.strip() for line in screen_of(result, width=240).splitlines()]
+    assert [line for line in lines if line.startswith("known: ")] == [f"known: {case.text}"]

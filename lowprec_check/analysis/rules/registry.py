@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from lowprec_check.analysis.rules.reported import ReportedFaults
 from lowprec_check.analysis.run_summary import status_in_eager_mode
 from lowprec_check.catalog.answers import find_fix
 from lowprec_check.catalog.aten import AtenCatalog
@@ -23,11 +24,12 @@ from lowprec_check.catalog.names import dtype_of
 from lowprec_check.catalog.records import LOW
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.axes import device_type
+from lowprec_check.schema.findings import ReportedCase
 from lowprec_check.schema.op_calls import OpCall, OpCalls
 from lowprec_check.schema.registry import modules_in, modules_of_features
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Diagnostic, Gap, Run, ScanResult, Severity
-from lowprec_check.schema.statements import Sentence, chained, plain, say
+from lowprec_check.schema.statements import Sentence, chained, plain
 
 # What a gap of a predicted run rests on, if not on the catalog: checks that torch makes before it
 # chooses a kernel, or a kernel of the CPU, which is not that of the device.
@@ -81,8 +83,8 @@ class Rule(NamedTuple):
         """What ``explain`` prints."""
         return inspect.cleandoc(self.check.__doc__ or "")
 
-    def diagnose(self, result: ScanResult, callers: Callers) -> Iterator[Diagnostic]:
-        """Yield the diagnostics of this rule; ``callers`` are those of ``result``."""
+    def diagnose(self, result: ScanResult, callers: Callers, reported: ReportedFaults) -> Iterator[Diagnostic]:
+        """Yield the diagnostics of this rule; the others are those of ``result``."""
         for finding in self.check(result):
             text, key, advice, own_advice = finding.message.text, None, None, Sentence(template="")
             if finding.run is not None:
@@ -93,9 +95,7 @@ class Rule(NamedTuple):
                 advice = finding.help
             # A known issue may name what an op raised, but not what the catalog says of it.
             raised = text if finding.rests_on in (None, RAN_HERE, FAILED_HERE) else None
-            issue = known_issue(result, self.code, finding.op, finding.run, raised)
-            if issue:
-                advice = chained(advice, say("reported in {issue:text}", issue=issue.link))
+            known = reported_case(result, self.code, finding, finding.severity or self.severity, raised, reported)
             # Runs whose advice has other figures share one finding, so the template is saved too.
             if advice is not None and not isinstance(finding.help, str):
                 own_advice = advice
@@ -116,7 +116,8 @@ class Rule(NamedTuple):
                 help=advice.text if advice else None,
                 help_template=own_advice.template,
                 help_figures=own_advice.figures,
-                url=issue.link if issue else None,
+                url=known.link if known else None,
+                known=known,
                 calls=finding.calls,
                 timed=self.timed or finding.timed,
                 share=finding.share,
@@ -187,9 +188,9 @@ def check_codes(prefixes: Iterable[str]) -> None:
 
 def diagnose(result: ScanResult, select: Iterable[str] = (), ignore: Iterable[str] = ()) -> list[Diagnostic]:
     """The diagnostics of ``result`` whose codes :func:`is_selected` (default: all)."""
-    selected, ignored, callers = tuple(select), tuple(ignore), Callers(result)
+    selected, ignored, callers, reported = tuple(select), tuple(ignore), Callers(result), ReportedFaults()
     chosen = [rule for code, rule in rules().items() if is_selected(code, selected, ignored)]
-    return [diagnostic for rule in chosen for diagnostic in rule.diagnose(result, callers)]
+    return [diagnostic for rule in chosen for diagnostic in rule.diagnose(result, callers, reported)]
 
 
 # -- The line of the user's own code that leads to a line in an installed package
@@ -274,13 +275,9 @@ def known_issue(
 
     ``message`` is what the op raised or warned; ``None`` if only the catalog says that it fails.
     """
-    device, dtype, kind = str(result.environment.get("device", "")), None, None
+    device, dtype, way = str(result.environment.get("device", "")), None, None
     if run:
-        device, dtype = run.device, _catalog_dtype(run)
-        kind = run.basis.kind if run.basis else None
-    way: Way | None = None
-    if kind in ("cast", "autocast"):
-        way = kind
+        device, dtype, way = run.device, _catalog_dtype(run), _way_of(run)
     try:
         if not any(code in issue.codes for issue in known_issues()):
             return None
@@ -297,9 +294,33 @@ def known_issue(
     except UsageError:
         return None
     # An issue of some dtypes is not one of a run whose dtype the catalog does not know.
-    is_other = run is not None and kind != "reference" and dtype is None
+    is_other = run is not None and not run.is_reference and dtype is None
     fitting = (issue for issue in issues if (issue.ops or issue.models) and not (is_other and issue.dtypes))
     return next(fitting, None)
+
+
+def reported_case(
+    result: ScanResult, code: str, finding: Finding, severity: Severity, raised: str | None, faults: ReportedFaults
+) -> ReportedCase | None:
+    """The known issue about the op of ``finding``, else the reported fault that it is like."""
+    issue = known_issue(result, code, finding.op, finding.run, raised)
+    if issue is not None:
+        return ReportedCase(title=issue.title, link=issue.link, repair=issue.workaround or issue.fix or "")
+    run = finding.run
+    if run is None or severity == "note":
+        return None
+    place = finding.module, finding.op, finding.source
+    with contextlib.suppress(UsageError):  # an unreadable catalog must not fail the scan
+        pattern = faults.find(code, run, place, _catalog_dtype(run), _way_of(run))
+        if pattern is not None:
+            return ReportedCase(title=pattern.title, link=pattern.link, repair=pattern.repair)
+    return None
+
+
+def _way_of(run: Run) -> Way | None:
+    if run.basis is not None and run.basis.kind in ("cast", "autocast"):
+        return run.basis.kind
+    return None
 
 
 def _catalog_dtype(run: Run) -> str | None:

@@ -196,8 +196,11 @@ class _Page:
                 continue
             cells = Markup().join(_cell(row, index, block, cards) for index in range(len(row.cells)))
             rows.append(Markup("<tr{}>{}</tr>\n").format(attributes, cells))
-            if row.below:
-                rows.append(_BELOW.format(len(row.cells), self.blocks(row.below)))
+            below = list(row.below)
+            if row.line:
+                below.insert(0, Say(row.line, role="hint"))
+            if below:
+                rows.append(_BELOW.format(len(row.cells), self.blocks(below)))
         legend = Markup().join(_PAIR.format(", ".join(names), meaning) for meaning, names in meanings.items())
         more = f"{block.left_out:,} of {len(block.rows) + block.left_out:,} rows are not shown; the saved JSON has all."
         is_tall = block.searchable and len(block.rows) > _CARDS

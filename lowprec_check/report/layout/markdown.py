@@ -122,6 +122,8 @@ def _table(block: Table, most: int) -> str:
             else:
                 text = escape(text)
             cells.append(text)
+        if row.line:
+            cells[-1] += f"<br>{escape(visible(row.line, 1000))}"
         # a tree is shown by indents, which Markdown removes from plain spaces
         cells[0] = "&nbsp;&nbsp;" * row.depth + cells[0] + fill(" **{}**", escape(visible(row.tag)))
         rows.append(cells)

@@ -132,6 +132,8 @@ def _cells(block: Table, row: Row) -> list[Text]:
         elif column.type in WIDE and text == "–":
             text = ""
         cells.append(Text(text, style=style))
+    if row.line:
+        cells[-1].append(f"\n{visible(row.line, 1000)}", style="dim")
     if row.depth:
         cells[0] = Text("  " * row.depth).append_text(cells[0])
     return cells

@@ -1,0 +1,93 @@
+"""Finds the fault that users have reported and that a finding is like, by what is around its op."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from lowprec_check.analysis.error_shares import main_causes, trusted_budget
+from lowprec_check.catalog.known_issues import Way
+from lowprec_check.catalog.known_patterns import KnownPattern, OpsAround, best_fit, known_patterns
+from lowprec_check.catalog.names import dtype_of, function_name
+from lowprec_check.catalog.records import SHORT
+from lowprec_check.schema.op_calls import OpCall
+from lowprec_check.schema.run_key import RunKey
+from lowprec_check.schema.scan_result import Run
+
+NEAR = 12
+"""Calls between two ops that belong together: a norm has seven, an attention ten."""
+
+_CALLS = 4  # of a place that are looked at: a module in a loop is the same each time
+
+Place = tuple[str | None, str | None, str | None]
+"""Module, op and line."""
+
+
+class ReportedFaults:
+    """Finds it for the findings of one result."""
+
+    def __init__(self) -> None:
+        self._graphs: dict[RunKey, CallsAround] = {}
+
+    def find(self, code: str, run: Run, place: Place, dtype: str | None, way: Way | None) -> KnownPattern | None:
+        """The reported fault that fits best; ``place`` has no op if all of the output is meant."""
+        low = SHORT[dtype_of(dtype)] if dtype else None
+        candidates = [pattern for pattern in known_patterns() if pattern.may_fit(code, low, way)]
+        if not candidates:
+            return None
+        if run.key not in self._graphs:
+            self._graphs[run.key] = CallsAround(run)
+        around = self._graphs[run.key].around(place)
+        if around is None:
+            return None
+        return best_fit(candidates, around)
+
+
+class CallsAround:
+    """Which call of a run reads the result of which."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._rows = list(run.op_calls.rows())
+        self._places: dict[Place, list[int]] = {}
+        self._writers: dict[int, list[int]] = {}
+        self._readers: dict[int, list[int]] = {}
+        for index, row in enumerate(self._rows):
+            self._places.setdefault(row.place, []).append(index)
+            self._writers[index] = [index - back for back in row.reads if back]
+            for writer in self._writers[index]:
+                self._readers.setdefault(writer, []).append(index)
+
+    def around(self, place: Place) -> OpsAround | None:
+        """What is around an op; of all of the output, around the main cause of its error."""
+        if place[1] is None:
+            causes = main_causes(self._run, 1) if trusted_budget(self._run) is not None else []
+            if not causes:
+                return None
+            cause = causes[0].largest
+            place = cause.module, cause.op, cause.source
+        op = place[1]
+        if op is None:
+            return None
+        calls = self._places.get(place, [])[:_CALLS]
+        rows = [self._rows[index] for index in calls]
+        return OpsAround(
+            op=function_name(op),
+            reads=self._near(calls, self._writers),
+            feeds=self._near(calls, self._readers),
+            largest=max((row.absmax for row in rows if row.absmax is not None), default=None),
+            in_fp32=bool(rows) and all(_reads_fp32(row) for row in rows),
+        )
+
+    def _near(self, calls: Iterable[int], edges: Mapping[int, list[int]]) -> frozenset[str]:
+        """The functions that are reached along ``edges`` in at most :data:`NEAR` steps."""
+        reached, last = set(calls), set(calls)
+        ops: set[str] = set()
+        for _ in range(NEAR):
+            last = {index for call in last for index in edges.get(call, ())} - reached
+            reached |= last
+            ops |= {function_name(self._rows[index].op) for index in last}
+        return frozenset(ops)
+
+
+def _reads_fp32(row: OpCall) -> bool:
+    return set(row.dtypes.partition("→")[0].split("+")) == {"f32"}
