@@ -11,7 +11,8 @@ class SourceChange(Struct, frozen=True, kw_only=True):
 
     kind: str
     """``fp32``, ``constant``, ``dtype``, ``cast``, ``scale``, ``autocast``, ``custom_fwd``,
-    ``buffer``; of a training script ``grad_scaler``, ``unscale``, ``autocast_cache``.
+    ``buffer``; of a training script ``grad_scaler``, ``unscale``, ``autocast_cache``,
+    ``scaler_step``, ``unscale_once``, ``scaler_update``, ``scaled_loss``.
     """
     file: str
     """Relative to the current folder."""
@@ -85,6 +86,8 @@ class ScriptProof(Struct, frozen=True, kw_only=True):
     """The largest distance that passes."""
     skipped: int = 0
     """Steps that a ``GradScaler`` skips with the patch."""
+    failure: str = ""
+    """What the script raises without the patch; empty if it makes its steps."""
 
 
 class Fixing(Struct, frozen=True, kw_only=True):

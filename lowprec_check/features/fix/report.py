@@ -91,11 +91,14 @@ def _verdict(fixing: Fixing) -> tuple[str, Tone]:
         if not fixing.passes:
             tolerance = f" The tolerance is {script.tolerance:g}."
         if fixing.due:
-            words = f"With {what}, {ends} {after}{skipped}; without, {before}.{tolerance}"
+            without = f"the script fails: {script.failure.rstrip('.')}" if script.failure else before
+            words = f"With {what}, {ends} {after}{skipped}; without, {without}.{tolerance}"
             return words, "good" if fixing.passes else "warn"
         # no change: either none is needed, or none helps
         if fixing.passes:
             return f"Nothing to fix: {ends} {before}.", "good"
+        if script.failure:
+            return f"No change was found: the script fails: {script.failure.rstrip('.')}.", "bad"
         reason = "No change was found" if fixing.left_alone else "No known fault was seen, so nothing is changed"
         others = " lowprec-check scan --train tries other loss scales and ways to train."
         return f"{reason}: {ends} {before}.{tolerance}{others}", "bad"
@@ -118,6 +121,8 @@ def _verdict(fixing: Fixing) -> tuple[str, Tone]:
 def _bits(fixing: Fixing) -> str:
     """What the patch does to fp32."""
     outputs, gradients = fixing.outputs_equal, fixing.gradients_equal
+    if fixing.script is not None and not outputs:
+        return "In fp32, the weights differ from those without the patch: gradients are clipped once they are complete."
     if fixing.script is not None:
         return "In fp32, the weights after these steps are bit for bit those without the patch."
     if outputs and gradients:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from lowprec_check.features.fix.amp_fixes import ScalerCalls, amp_fixes
 from lowprec_check.features.fix.fix_kinds import keyword
 from lowprec_check.features.fix.scene import SourceFix, torch_in, unused_name
+from lowprec_check.features.fix.script_calls import (
+    FUNCTIONS,
+    Locate,
+    ScriptCall,
+    blocks_around,
+    call_at,
+    step_after,
+)
 from lowprec_check.features.fix.seen_values import ScriptFacts, ScriptPlace
 from lowprec_check.features.fix.source_text import Edit, SourceText
 
-Locate = Callable[[ScriptPlace, str], tuple[SourceText, ast.AST] | str]
-"""The expression at a place that calls a function of this name, or why it is left alone."""
-
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _REPEATS = (*_LOOPS, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
@@ -31,6 +36,8 @@ def faults(facts: ScriptFacts, locate: Locate, scale: float | None = None) -> It
     """The faults that a script's steps show; a new ``GradScaler`` starts at ``scale``."""
     if "float16" in facts.autocast and facts.backward and not facts.scaled_backward:
         yield Fault("backward", facts.backward[0], _scaled(facts, locate, scale))
+    for use, place, found in amp_fixes(facts, locate):
+        yield Fault(use.op, place, found)
     unscaled = _Unscaled()
     for place in facts.scaled_clips:
         yield Fault("clip_grad", place, _unscaled(place, facts, locate, unscaled))
@@ -38,44 +45,13 @@ def faults(facts: ScriptFacts, locate: Locate, scale: float | None = None) -> It
         yield Fault("autocast", place, _uncached(place, locate))
 
 
-class _Call(NamedTuple):
-    """A call that is a statement with lines of its own."""
-
-    source: SourceText
-    call: ast.Call
-    statement: ast.stmt
-    of: ast.expr  # whose method is called
-
-    @property
-    def function(self) -> ast.AST | None:
-        """That it is in."""
-        return self.source.around(self.statement, _FUNCTIONS)
-
-
-def _call(place: ScriptPlace, name: str, locate: Locate) -> _Call | str:
-    """The call at a place, if it can be changed as those of ``name`` are."""
-    found = locate(place, name)
-    if isinstance(found, str):
-        return found
-    source, node = found
-    statement = source.around(node, ast.stmt)
-    is_method = isinstance(node, ast.Call) and (isinstance(node.func, ast.Attribute) or name == "clip_grad")
-    if not (isinstance(node, ast.Call) and is_method and isinstance(statement, ast.stmt)):
-        return f"{name} is not called there as a method"
-    # lines can be put before and behind only such a statement
-    is_alone = not isinstance(statement, ast.Expr) or statement.value is node
-    if not is_alone or not source.can_be_indented(statement):
-        return f"{name} is not a statement with lines of its own"
-    return _Call(source, node, statement, getattr(node.func, "value", node.func))
-
-
 def _scaled(facts: ScriptFacts, locate: Locate, scale: float | None) -> tuple[SourceText, SourceFix] | str:
     """A ``GradScaler``: the loss scaled, gradients unscaled before they are clipped."""
-    backward = [_call(place, "backward", locate) for place in facts.backward]
-    made = [_call(place, "step", locate) for place in facts.made_steps]
-    clips = [_call(place, "clip_grad", locate) for place in facts.clips]
+    backward = [call_at(place, "backward", locate) for place in facts.backward]
+    made = [call_at(place, "step", locate) for place in facts.made_steps]
+    clips = [call_at(place, "clip_grad", locate) for place in facts.clips]
     calls = [*backward, *made, *clips]
-    located = [each for each in calls if isinstance(each, _Call)]
+    located = [each for each in calls if isinstance(each, ScriptCall)]
     steps = [each for each in located if each in made]
     reasons = [each for each in calls if isinstance(each, str)]
     unfit = _why_not_scaled(facts, located, made, clips)
@@ -91,26 +67,19 @@ def _scaled(facts: ScriptFacts, locate: Locate, scale: float | None) -> tuple[So
     edits = [*imports, source.line_before(_before_all(located, facts, locate), new_scaler)]
     last_step = max(steps, key=lambda each: each.statement.lineno)
     for each in located:
-        first, last = source.outer(each.of)
         if each in backward:
-            # parentheses around the loss become those of the call
-            opened = closed = ""
-            if (first, last) == source.span(each.of):
-                opened, closed = "(", ")"
-            edits.append(Edit(first, first, f"{scaler}.scale{opened}", first - last))
-            edits.append(Edit(last, last, closed, last - first))
+            edits += each.scaled_by(scaler)
         elif each in made:
             edits.append(Edit(*source.span(each.call), f"{scaler}.step({source.segment(each.of)})"))
             # once for all optimizers
             if facts.optimizers == 1 or each is last_step:
-                update = f"{source.indent_of(each.statement)}{scaler}.update()"
-                edits.append(source.lines_behind(each.statement, [update]))
+                edits.append(source.behind(each.statement, f"{scaler}.update()"))
     # whatever reads gradients needs them unscaled
     readers = [each.statement for each in located if each in clips]
     readers += _naming_gradients(source, [each for each in located if each in backward], steps)
     unscaled = _Unscaled()
     for statement in sorted(readers, key=lambda each: each.lineno):
-        step = _step_after(statement, source, steps)
+        step = step_after(statement, source, steps)
         if step is None:
             return "no step follows in the function that clips gradients"
         edits += unscaled.before(statement, step, f"{scaler}.unscale_({source.segment(step.of)})")
@@ -119,7 +88,7 @@ def _scaled(facts: ScriptFacts, locate: Locate, scale: float | None) -> tuple[So
 
 
 def _why_not_scaled(
-    facts: ScriptFacts, located: list[_Call], made: Sequence[_Call | str], clips: Sequence[_Call | str]
+    facts: ScriptFacts, located: list[ScriptCall], made: Sequence[ScriptCall | str], clips: Sequence[ScriptCall | str]
 ) -> str | None:
     """What a ``GradScaler`` cannot be added to; ``None`` if it can."""
     blocks = {id(each.source.parents[each.statement]) for each in located if each in made}
@@ -136,7 +105,7 @@ def _why_not_scaled(
     return None
 
 
-def _naming_gradients(source: SourceText, backward: list[_Call], steps: list[_Call]) -> Iterator[ast.stmt]:
+def _naming_gradients(source: SourceText, backward: list[ScriptCall], steps: list[ScriptCall]) -> Iterator[ast.stmt]:
     """Statements between ``backward()`` and ``step()`` that name ``.grad`` and don't clear it."""
     lines = sorted((each.statement.lineno, each in backward) for each in (*backward, *steps))
     for node in [each for each in ast.walk(source.tree) if isinstance(each, ast.Attribute) and each.attr == "grad"]:
@@ -146,11 +115,11 @@ def _naming_gradients(source: SourceText, backward: list[_Call], steps: list[_Ca
             continue
         before = [is_backward for line, is_backward in lines if line < node.lineno]
         clears = isinstance(statement, ast.Assign) and source.segment(statement.value) == "None"
-        step = _step_after(statement, source, steps)
+        step = step_after(statement, source, steps)
         if before[-1:] == [True] and not clears and step is not None:
             # in another block it may be read more often than a step follows
-            block, _ = next(_blocks(source, step.statement))
-            if block in [around for around, _ in _blocks(source, statement)]:
+            block, _ = next(blocks_around(source, step.statement))
+            if block in [around for around, _ in blocks_around(source, statement)]:
                 yield statement
 
 
@@ -160,35 +129,18 @@ class _Unscaled:
     def __init__(self) -> None:
         self._lines: list[tuple[str, object]] = []
 
-    def before(self, statement: ast.stmt, step: _Call, line: str) -> list[Edit]:
+    def before(self, statement: ast.stmt, step: ScriptCall, line: str) -> list[Edit]:
         """``line`` before ``statement``, in a block that ``step`` is in; once per block."""
-        source, of_step = step.source, {block for block, _ in _blocks(step.source, step.statement)}
-        around = [(block, node) for block, node in _blocks(source, statement) if block in of_step]
+        source, of_step = step.source, {block for block, _ in blocks_around(step.source, step.statement)}
+        around = [(block, node) for block, node in blocks_around(source, statement) if block in of_step]
         if any((line, block) in self._lines for block, _ in around):
             return []
         block, node = around[0]
         self._lines.append((line, block))
-        return [source.line_before(node, line)]
+        return [source.before(node, line)]
 
 
-def _blocks(source: SourceText, node: ast.AST) -> Iterator[tuple[object, ast.stmt]]:
-    """The blocks around ``node``, the innermost first, each with its statement around ``node``."""
-    while (parent := source.parents.get(node)) is not None:
-        for field, value in ast.iter_fields(parent):
-            if isinstance(value, list) and node in value and isinstance(node, ast.stmt):
-                yield (parent, field), node
-        node = parent
-
-
-def _step_after(statement: ast.stmt, source: SourceText, steps: Sequence[_Call]) -> _Call | None:
-    """The first of the steps behind a statement in its function."""
-    function = source.around(statement, _FUNCTIONS)
-    here = [each for each in steps if each.source is source and each.function is function]
-    behind = (each for each in here if each.statement.lineno > statement.lineno)
-    return min(behind, key=lambda each: each.statement.lineno, default=None)
-
-
-def _before_all(calls: list[_Call], facts: ScriptFacts, locate: Locate) -> ast.stmt:
+def _before_all(calls: list[ScriptCall], facts: ScriptFacts, locate: Locate) -> ast.stmt:
     """The outermost loop around ``calls`` in a function that runs once, else their statement."""
     source, node = calls[0].source, calls[0].statement
     around: list[ast.AST] = []
@@ -208,10 +160,10 @@ def _before_all(calls: list[_Call], facts: ScriptFacts, locate: Locate) -> ast.s
     return first
 
 
-def _runs_once(call: _Call, facts: ScriptFacts, locate: Locate) -> bool:
+def _runs_once(call: ScriptCall, facts: ScriptFacts, locate: Locate) -> bool:
     """Whether the function around ``call`` is named once, and its callers are in no loop."""
     function = call.function
-    if not isinstance(function, _FUNCTIONS):
+    if not isinstance(function, FUNCTIONS):
         return True
     # the trees in which it may be called
     trees = {call.source.tree: None}
@@ -231,17 +183,16 @@ def _unscaled(
     place: ScriptPlace, facts: ScriptFacts, locate: Locate, unscaled: _Unscaled
 ) -> tuple[SourceText, SourceFix] | str:
     """``scaler.unscale_(optimizer)`` before gradients are clipped."""
-    clip = _call(place, "clip_grad", locate)
-    steps = [_call(each, "step", locate) for each in facts.scaled_steps]
+    clip = call_at(place, "clip_grad", locate)
     if isinstance(clip, str):
         return clip
-    with_optimizer = [each for each in steps if isinstance(each, _Call) and each.call.args]
-    step = _step_after(clip.statement, clip.source, with_optimizer)
+    unscaling = ScalerCalls(facts, locate).unscaling
+    step = step_after(clip.statement, clip.source, list(unscaling))
     if step is None:
         none = "no step of a GradScaler follows in the function that clips gradients"
+        steps = [call_at(each, "step", locate) for each in facts.scaled_steps]
         return next((each for each in steps if isinstance(each, str)), none)
-    optimizer = clip.source.segment(step.call.args[0])
-    edits = unscaled.before(clip.statement, step, f"{clip.source.segment(step.of)}.unscale_({optimizer})")
+    edits = unscaled.before(clip.statement, step, unscaling[step])
     if not edits:
         return "unscaling them before the first clipping is enough"
     why = "gradients are clipped while they are scaled: unscale them first"

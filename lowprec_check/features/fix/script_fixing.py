@@ -30,6 +30,11 @@ SECONDS = 600.0  # for the steps of a script
 Change = tuple[SourceText, SourceFix]
 
 
+def _faulty(facts: ScriptFacts) -> bool:
+    """Whether the script's own calls of ``GradScaler`` are wrong, whatever its weights are."""
+    return any(not use.is_harmless for use in facts.amp)
+
+
 def fix_script(
     spec: TargetSpec, options: FixOptions, isolation: Isolation | None = None, on_progress: OnProgress | None = None
 ) -> tuple[Fixing, dict[SourceText, str]]:
@@ -89,16 +94,18 @@ class _Search:
         if tolerance is None:
             tolerance = (FP16 if "float16" in before.autocast else BF16).tolerance
         reasons = [(fault, fault.found) for fault in wrong if isinstance(fault.found, str)]
-        if before.distance is not None and before.distance <= tolerance:
+        if before.distance is not None and before.distance <= tolerance and not _faulty(before):
             near = f"not changed: within the tolerance of {tolerance:g}, these steps do as well without"
             return [], self._fixing([], before, before, [(fault, near) for fault in wrong], tolerance)
         changes, after = self._changes(wrong), before
         if changes:
-            changes, after, why = self._best(changes, before)
+            changes, after, why = self._best(changes, before, tolerance)
             reasons += [(fault, why) for fault in wrong if why and not isinstance(fault.found, str)]
         return changes, self._fixing(changes, before, after, reasons, tolerance)
 
-    def _best(self, changes: list[Change], before: ScriptFacts) -> tuple[list[Change], ScriptFacts, str]:
+    def _best(
+        self, changes: list[Change], before: ScriptFacts, tolerance: float
+    ) -> tuple[list[Change], ScriptFacts, str]:
         """The changes and their trial, from a scale that skips no step; or none, and why not."""
         after = self._tried(changes)
         if after is not None and after.skipped and after.scale is not None and before.scale is None:
@@ -111,11 +118,14 @@ class _Search:
             return [], before, f"with {change}, the script fails"
         if after.problem:
             return [], before, f"with {change}, {after.problem}"
-        if after.fp32 != before.fp32:
+        # Gradients that are clipped once per update differ from those clipped after each batch
+        is_moved = any(fix.kind == "unscale_once" for _, fix in changes)
+        is_right = _faulty(before) and after.distance is not None and after.distance <= tolerance
+        if after.fp32 != before.fp32 and not is_moved:
             why = f"{change} changes the weights in fp32"
-        elif any(faults(after, lambda *_: "")):
+        elif any(faults(after, lambda *_: "")) or _faulty(after):
             why = f"{change} is not enough"
-        elif after.distance is None or after.distance > NEARER * min(1.0, before.distance or 1.0):
+        elif not is_right and (after.distance is None or after.distance > NEARER * min(1.0, before.distance or 1.0)):
             words = "with {change:text}, the distance from fp32's weights is {after:error} instead of {before:error}"
             why = say(words, change=change, after=after.distance, before=before.distance).text
         if why:
@@ -173,6 +183,7 @@ class _Search:
             script=ScriptProof(
                 steps=before.steps,
                 before=before.distance,
+                failure=before.failure,
                 after=after.distance,
                 tolerance=tolerance,
                 skipped=after.skipped,

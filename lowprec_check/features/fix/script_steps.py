@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lowprec_check.engine.model.amp_calls import AmpCalls
 from lowprec_check.engine.model.kept_files import replaced
 from lowprec_check.engine.model.observed_step import SECONDS, ThreadObserver, framework_of
 from lowprec_check.engine.model.user_module import run_script
@@ -47,7 +48,7 @@ class StepWatch(ThreadObserver):
 
     def __init__(self, steps: int, *, fp32: bool) -> None:
         super().__init__()
-        self._wanted, self._fp32 = steps, fp32
+        self._wanted, self._fp32, self._amp = steps, fp32, AmpCalls()
         self._since: float | None = None
         self._in_scaler = False
         self._scaled: list[Tensor] = []
@@ -87,6 +88,7 @@ class StepWatch(ThreadObserver):
             low_weights=tuple({str(p.dtype).removeprefix("torch.") for p, _ in self._before if p.dtype in NARROW}),
             scale=scale,
             disabled_scaler=self._has_disabled_scaler,
+            amp=self._amp.uses,
             problem=self._problem,
             framework=self._framework,
             zero_eps=self._zero_eps,
@@ -102,6 +104,7 @@ class StepWatch(ThreadObserver):
             made = min(self._asked.values(), default=0)
             self.give_up(f"it makes {made} of {self._wanted} steps within {SECONDS:g} s of its first call of a model")
             self._leave()
+        self._amp.calls(module)
         return call(module, *args, **kwargs)
 
     def give_up(self, why: str) -> None:
@@ -119,9 +122,13 @@ class StepWatch(ThreadObserver):
             (scaler, "scale", self._scale),
             (scaler, "unscale_", self._unscale),
             (scaler, "step", self._scaled_step),
+            (scaler, "update", self._update),
             (autocast, "__enter__", self._enter),
             (autocast, "__exit__", self._exit),
         ]
+        if self._fp32:
+            cleared = [(owner, "zero_grad", self._zero_grad) for owner in (Optimizer, nn.Module)]
+            observed = [*self._amp.functions, *cleared, *observed]
         for place in (nn.utils, nn.utils.clip_grad):
             observed += [(place, f"clip_grad_{what}_", self._clip) for what in ("norm", "value")]
         with contextlib.ExitStack() as stack:
@@ -142,10 +149,7 @@ class StepWatch(ThreadObserver):
 
     def _make_scaler(self, original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> None:
         original(scaler, *args, **kwargs)
-        # Gradients of fp32 need no scale; the script calls it all the same
-        if self._fp32:
-            scaler._enabled = False
-        elif scaler.is_enabled():
+        if scaler.is_enabled():
             self._scaler = scaler
         else:
             self._has_disabled_scaler = True
@@ -154,6 +158,7 @@ class StepWatch(ThreadObserver):
         scaled = original(scaler, outputs)
         if isinstance(scaled, Tensor) and scaler.is_enabled():
             self._scaled.append(scaled)
+            self._note("scales", sys._getframe(2))
         return scaled
 
     def _unscale(self, original: Callable[..., Any], scaler: Any, optimizer: Any) -> None:
@@ -163,19 +168,32 @@ class StepWatch(ThreadObserver):
     def _backward(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
         frame = sys._getframe(2)
         losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        self._amp.backward(losses[0], frame)
         is_scaled = any(loss is scaled for loss in losses for scaled in self._scaled)
         self._grads_scaled |= is_scaled
         self._framework = self._framework or framework_of(frame)
         self._note("scaled_backward" if is_scaled else "backward", frame)
         return original(tensors, *args, **kwargs)
 
-    def _clip(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _clip(self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        self._amp.clips(listed, sys._getframe(2))
         self._note("scaled_clips" if self._grads_scaled else "clips", sys._getframe(2))
-        return original(*args, **kwargs)
+        return original(listed, *args, **kwargs)
+
+    def _update(self, original: Callable[..., Any], scaler: Any, *args: Any) -> None:
+        self._note("updates", sys._getframe(2))
+        original(scaler, *args)
+
+    def _zero_grad(self, original: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(owner, nn.Module):
+            parameters = list(owner.parameters())
+        else:
+            parameters = [parameter for group in owner.param_groups for parameter in group["params"]]
+        self._amp.clears(map(id, parameters))
+        return original(owner, *args, **kwargs)
 
     def _enter(self, original: Callable[..., Any], context: Any) -> Any:
-        if self._fp32:
-            context._enabled = False
         if context._enabled:
             self._dtypes[str(context.fast_dtype).removeprefix("torch.")] = None
         place = ScriptPlace(*source_lines(sys._getframe(2)))
@@ -204,10 +222,13 @@ class StepWatch(ThreadObserver):
         return result
 
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if self._is_elsewhere or self._in_scaler:
+        if self._is_elsewhere:
+            return
+        frame = sys._getframe(1)
+        self._amp.steps(optimizer, frame)
+        if self._in_scaler:
             return
         self._save(optimizer)
-        frame = sys._getframe(1)
         self._note("made_steps", frame)
         # The innermost line of the user's makes the step; those around it call the function
         own = [around for around, _ in traceback.walk_stack(frame) if is_own_file(around.f_code.co_filename)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from lowprec_check.schema.amp_use import AmpUse
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.scan_result import Run
 
@@ -72,12 +73,20 @@ class ScriptFacts(Struct, frozen=True, kw_only=True):
     """The calls, in the user's own files, that the functions with these run in."""
     scaled_steps: tuple[ScriptPlace, ...] = ()
     """Calls of ``step()`` of a ``GradScaler``."""
+    scales: tuple[ScriptPlace, ...] = ()
+    """Calls that scale a loss."""
+    updates: tuple[ScriptPlace, ...] = ()
+    """Calls that update a ``GradScaler``."""
     clips: tuple[ScriptPlace, ...] = ()
     """Calls that clip gradients."""
     scaled_clips: tuple[ScriptPlace, ...] = ()
     """Those that clip gradients that are scaled."""
     around_steps: tuple[ScriptPlace, ...] = ()
     """Where autocast is entered that keeps casts of weights over more than one step."""
+    amp: tuple[AmpUse, ...] = ()
+    """What it does wrong with autocast and ``GradScaler``."""
+    failure: str = ""
+    """What it raises as it is; empty if it makes its steps."""
     distance: float | None = None
     """Distance of the final weights from fp32's, relative to their movement, if finite."""
     fp32: str = ""

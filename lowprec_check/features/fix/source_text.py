@@ -14,7 +14,7 @@ import io
 import itertools
 import re
 import tokenize
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -127,6 +127,48 @@ class SourceText:
         """A line in front of a statement, as far indented as that is."""
         at = self._starts[min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))]) - 1]
         return Edit(at, at, f"{self.indent_of(node)}{text}{self.newline}", -(1 << 40))
+
+    def before(self, statement: ast.stmt, text: str) -> Edit:
+        """A simple statement in front of another, in the same line if that is not its own."""
+        start, _ = self.span(statement)
+        if self.indent_of(statement).strip():
+            return Edit(start, start, f"{text}; ", -(1 << 40))
+        return self.line_before(statement, text)
+
+    def behind(self, statement: ast.stmt, text: str) -> Edit:
+        """A simple statement behind another, in the same line if that is not its own."""
+        _, end = self.span(statement)
+        if self.can_be_indented(statement):
+            return self.lines_behind(statement, [f"{self.indent_of(statement)}{text}"])
+        return Edit(end, end, f"; {text}", 1 << 40)
+
+    def removals(self, statements: Sequence[ast.stmt]) -> Iterator[Edit]:
+        """What leaves simple statements of one block out, with lines of their own."""
+        parent = self.parents[statements[0]]
+        values = [value for _, value in ast.iter_fields(parent)]
+        block = next(value for value in values if isinstance(value, list) and statements[0] in value)
+        if len(block) == len(statements):
+            yield Edit(self.span(block[0])[0], self.span(block[-1])[1], "pass")
+            return
+        # Those that follow each other are left out together
+        left_out = [statement in statements for statement in block]
+        for is_out, group in itertools.groupby(range(len(block)), left_out.__getitem__):
+            numbers = list(group)
+            if is_out:
+                yield self._removal(block, numbers[0], numbers[-1])
+
+    def _removal(self, block: Sequence[ast.stmt], first: int, last: int) -> Edit:
+        (start, _), (_, end) = self.span(block[first]), self.span(block[last])
+        first_line, last_line = block[first].lineno - 1, (block[last].end_lineno or 1) - 1
+        line_end = self._starts[last_line] + len(self._lines[last_line])
+        starts_line = not self.text[self._starts[first_line] : start].strip()
+        behind = self.text[end:line_end].strip()
+        if starts_line and behind.removeprefix(";").lstrip()[:1] in ("", "#"):
+            return Edit(self._starts[first_line], line_end, "")
+        # The semicolon behind goes too, or else that before
+        if behind.startswith(";") and last + 1 < len(block) and block[last + 1].lineno == last_line + 1:
+            return Edit(start, self.span(block[last + 1])[0], "")
+        return Edit(self.span(block[first - 1])[1] if not starts_line else start, end, "")
 
     def lines_behind(self, node: ast.stmt | ast.expr, texts: Iterable[str]) -> Edit:
         """Lines behind the last of a statement, as they are."""

@@ -27,6 +27,7 @@ from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.target_source import TargetSource
 from lowprec_check.engine.model.target_spec import TargetSpec
 from lowprec_check.engine.model.user_code import reraise_interrupt
+from lowprec_check.errors import UsageError, first_line, message_of
 from lowprec_check.features.fix.fix_sites import fails
 from lowprec_check.features.fix.script_steps import made_steps
 from lowprec_check.features.fix.seen_values import Places, ScriptFacts, SourceTrial
@@ -110,12 +111,22 @@ class ScriptTrial:
     def __call__(self, source: TargetSource, isolation: Isolation | None, options: ScanOptions) -> Grown:
         """What was found."""
         isolation = source.isolation_of_functions(isolation, options.device_name)
-        in_fp32, as_it_is, *again = [
-            isolated(functools.partial(self._made, fp32, options.seed), isolation, _Made)
-            for fp32 in [True, False] + [True] * self.twice
-        ]
+
+        def made_here(fp32: bool) -> _Made:
+            return isolated(functools.partial(self._made, fp32, options.seed), isolation, _Made)
+
+        in_fp32 = made_here(fp32=True)
+        # A script that its GradScaler stops has its faults all the same
+        try:
+            as_it_is = made_here(fp32=False)
+        except UsageError as error:
+            if all(use.is_harmless for use in in_fp32.facts.amp):
+                raise
+            as_it_is = _Made(facts=msgspec.structs.replace(in_fp32.facts, failure=first_line(message_of(error))))
+        again = [made_here(fp32=True) for _ in range(self.twice)]
         made = [in_fp32, as_it_is, *again]
         facts, steps = as_it_is.facts, [one_run.facts.steps for one_run in made]
+        facts = msgspec.structs.replace(facts, amp=in_fp32.facts.amp)
         problem = next((one_run.facts.problem for one_run in made if one_run.facts.problem), "")
         if not problem and steps[0] != steps[1]:
             problem = f"it makes {steps[0]} steps in fp32, but {steps[1]} as it is"
@@ -129,9 +140,10 @@ class ScriptTrial:
                 apart = _norm(ours - theirs for ours, theirs in zip(fp32, low, strict=True))
             distance = ratio(apart, _norm(end - begin for end, begin in zip(fp32, start, strict=True)))
             facts = msgspec.structs.replace(facts, distance=distance if math.isfinite(distance) else None)
-            # Without the same again, no change can be judged.
-            if all(repeated.weights == in_fp32.weights for repeated in again):
-                facts = msgspec.structs.replace(facts, fp32=digest_of(fp32))
+        # Without the same again, no change can be judged.
+        if in_fp32.weights and all(repeated.weights == in_fp32.weights for repeated in again):
+            fp32 = [tensor.double() for tensor in torch.load(io.BytesIO(in_fp32.weights))]
+            facts = msgspec.structs.replace(facts, fp32=digest_of(fp32))
         yield SourceTrial(script=facts)
 
     def _made(self, fp32: bool, seed: int) -> _Made:
@@ -147,8 +159,8 @@ class ScriptTrial:
 
 class _Made(msgspec.Struct, kw_only=True):
     facts: ScriptFacts
-    start: bytes
-    weights: bytes
+    start: bytes = b""
+    weights: bytes = b""
 
 
 def _norm(tensors: Iterable[Tensor]) -> float:

@@ -233,6 +233,79 @@ def test_a_script_is_fixed(call: Call, tmp_path: Path, name: str) -> None:
     assert "Nothing to fix" in done.stdout
 
 
+FAULTY_HEAD = """
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+for number, (x, y) in enumerate(zip(X.split(32), Y.split(32))):
+    with torch.autocast("cpu", torch.float16):
+        loss = F.mse_loss(model(x), y)
+"""
+
+FAULTY = {
+    "unscaled for each batch of an accumulation": (
+        """\
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer); clip_grad_norm_(model.parameters(), 100.0)
+    if number % 2: scaler.step(optimizer); scaler.update(); optimizer.zero_grad()
+""",
+        ["unscale_once"],
+        ["    if number % 2: scaler.unscale_(optimizer); clip_grad_norm_(model.parameters(), 100.0); scaler.step("],
+    ),
+    "unscaled twice": (
+        """\
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    scaler.unscale_(optimizer)  # again
+    scaler.step(optimizer); scaler.update(); optimizer.zero_grad()
+""",
+        ["unscale_once"],
+        ["    scaler.unscale_(optimizer)\n    scaler.step(optimizer); scaler.update()"],
+    ),
+    "a plain step, with clipping": (
+        """\
+    scaler.scale(loss).backward(); clip_grad_norm_(model.parameters(), 1.0); optimizer.step()
+    optimizer.zero_grad()
+""",
+        ["scaler_step", "unscale"],
+        ["scaler.unscale_(optimizer); clip_grad_norm_(model.parameters(), 1.0); scaler.step(optimizer); scaler.u"],
+    ),
+    "updates without a step": (
+        """\
+    scaler.scale(loss).backward()
+    if number % 2:
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+    scaler.update()
+""",
+        ["scaler_update"],
+        ["        scaler.step(optimizer)\n        scaler.update()\n        optimizer.zero_grad()\n"],
+    ),
+    "no scaled loss and no update": (
+        """\
+    loss.backward(); scaler.step(optimizer)
+    optimizer.zero_grad(); scaler.update()
+""",
+        ["scaled_loss"],
+        ["    scaler.scale(loss).backward(); scaler.step(optimizer)\n"],
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTY)
+def test_faults_of_the_scaler_are_fixed(call: Call, tmp_path: Path, name: str) -> None:
+    body, kinds, expected = FAULTY[name]
+    file, text = tmp_path / "train.py", HEAD + FAULTY_HEAD + body
+    file.write_text(text)
+    found = fixed(call, file, "--apply")
+    patched = file.read_text()
+    assert [change.kind for change in found.changes] == kinds
+    assert all(line in patched for line in expected), found.diff
+    assert found.passes
+    assert torch.equal(weights(in_fp32(patched)), weights(in_fp32(text)))
+    assert distance(patched, in_fp32(patched)) < 0.01  # it runs as it is
+
+
 @pytest.mark.slow
 def test_a_scaler_that_the_steps_do_not_need_is_not_added(call: Call, tmp_path: Path) -> None:
     file = tmp_path / "train.py"
