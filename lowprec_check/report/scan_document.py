@@ -49,7 +49,7 @@ def scan_document(result: ScanResult) -> Document:
     said = statements(result)
     blocks: list[Block] = [Say(f"lowprec-check · {title(result, taken=result.model.taken)}", role="title")]
     blocks.append(Say(machine(result), role="hint"))
-    blocks += [Say(each.text, "warn", "note") for each in said if each.about == "prediction"]
+    blocks += [Say(each.text, "warn", "note") for each in said if each.about in ("model", "prediction")]
     conditions = [each for each in said if each.about in ("inputs", "weights", "times")]
     hints = [each.text for each in conditions if not each.runs and each.kind != "note"]
     if hints:

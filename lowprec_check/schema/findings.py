@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.run_key import EAGER, MemoryFormat, Phase, qualified
 from lowprec_check.schema.statements import Figure, Sentence, plain
-from lowprec_check.schema.verdict import Status
+from lowprec_check.schema.verdict import ExceptionInfo, Status
 
 if TYPE_CHECKING:
     from lowprec_check.schema.scan_result import Run
@@ -158,6 +158,17 @@ class MixedDtypes(Struct, frozen=True, kw_only=True):
     """How it ended; ``None`` if it failed anyway, or other ops fail as well."""
     rel_l2: float | None = None
     """Error of its output; ``None`` if it is not finite."""
+
+
+class ModelAsGiven(Struct, frozen=True, kw_only=True):
+    """A model whose parameters and inputs have several floating dtypes, called as it is."""
+
+    dtypes: dict[str, list[str]]
+    """The modules with parameters of each dtype, ``*`` for numbers: ``{"float16": ["*.base"]}``."""
+    exception: ExceptionInfo | None = None
+    """What a call raised; ``None`` if it did not."""
+    mixed: MixedCall | None = None
+    """The op that raised it, if it fails for the dtypes of its inputs."""
 
 
 # -- Findings

@@ -17,7 +17,16 @@ from lowprec_check.schema.axes import lowers_precision
 from lowprec_check.schema.backend_checks import BackendCheck, CompilerCheck
 from lowprec_check.schema.base import Struct, decode, encoded, write_file
 from lowprec_check.schema.columns import Columns, Part, columns_of
-from lowprec_check.schema.findings import Diagnostic, Gap, GapKind, Layer, MixedDtypes, Recommendation, Severity
+from lowprec_check.schema.findings import (
+    Diagnostic,
+    Gap,
+    GapKind,
+    Layer,
+    MixedDtypes,
+    ModelAsGiven,
+    Recommendation,
+    Severity,
+)
 from lowprec_check.schema.fixing import Fixing
 from lowprec_check.schema.measures import (
     Ablation,
@@ -339,6 +348,8 @@ class ScanResult(Struct, frozen=True, kw_only=True):
     """The device that is not here, and what predictions rest on; ``None`` if measured."""
     training: TrainingSetup | None = None
     """How the model was trained; ``None`` if only the forward pass was run."""
+    as_given: ModelAsGiven | None = None
+    """The model as given, if it has several floating dtypes; the runs convert it to one."""
     what_if: list[WhatIf] = []
     """The output errors predicted for the formats of ``--what-if``, none of which was run."""
     fixing: Fixing | None = None

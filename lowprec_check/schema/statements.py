@@ -331,7 +331,18 @@ Tone = Literal["good", "warn", "bad", "none"]
 """What a statement means to its reader: the colour and the sign of a report."""
 
 About = Literal[
-    "advice", "margin", "runs", "error", "training", "inputs", "weights", "times", "analysis", "not run", "prediction"
+    "advice",
+    "margin",
+    "runs",
+    "error",
+    "training",
+    "inputs",
+    "weights",
+    "times",
+    "analysis",
+    "not run",
+    "prediction",
+    "model",
 ]
 """The part of a report that it belongs to."""
 

@@ -129,7 +129,7 @@ def dtype_mismatch(result: ScanResult) -> Iterator[Finding]:
             f"{cast}, the output passes, error {{error:error}}",
             error=tried.rel_l2,
         )
-        return chained(_disabled_around(call, run), *map(_origin_of, _one_of_each_dtype(call)), passes)
+        return chained(_disabled_around(call, run), *(_origin_of(t, call) for t in _one_of_each_dtype(call)), passes)
 
     yield from from_gaps(result, "dtype-mismatch", advice, observed)
 
@@ -178,10 +178,12 @@ _ORIGINS = {
 }
 
 
-def _origin_of(tensor: MixedInput) -> Sentence:
+def _origin_of(tensor: MixedInput, call: MixedCall) -> Sentence:
     """``values is bfloat16: autocast computed it in linear at net.py:11``."""
     origin, why = tensor.origin, ""
     name = origin.name
+    if origin.kind in ("parameter", "buffer", "attribute") and call.module:  # alike in all such modules
+        name = name.removeprefix(f"{call.module}.")
     if origin.kind == "input" and name.isdigit():
         name = f"number {int(name) + 1}"
     elif origin.kind == "cast":

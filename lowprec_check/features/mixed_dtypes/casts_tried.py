@@ -61,7 +61,7 @@ def try_casts(
         for way in ways:
             inputs, regions = ready.inputs(args, kwargs), list[Any]()
             with ModuleStack(ready.model) as stack, following_regions(regions):
-                mode = _Casting(stack, DtypeOrigins(ready.model, inputs), dtype, way, regions)
+                mode = Casting(stack, DtypeOrigins(ready.model, inputs), dtype, way, regions)
                 inner = _CastingFunctions(mode) if above else None
                 output, error = call_under(mode, ready, *inputs, seed, inner)
             snapshot.rewind()
@@ -81,13 +81,21 @@ def try_casts(
     return first if first is not None and first.calls else None
 
 
-class _Casting(DispatchMode):
+class Casting(DispatchMode):
     """Runs ops as given; one that fails for its dtypes runs again with a cast."""
 
     def __init__(
-        self, stack: ModuleStack, origins: DtypeOrigins, low: torch.dtype, way: Way, regions: Sequence[Any]
+        self,
+        stack: ModuleStack,
+        origins: DtypeOrigins,
+        low: torch.dtype,
+        way: Way,
+        regions: Sequence[Any],
+        *,
+        raises: bool = False,
     ) -> None:
         super().__init__()
+        self._raises = raises  # whether the first such failure is raised, after it was noted
         self._regions = regions  # the active ``torch.autocast``, the innermost last
         self._stack, self.origins, self.low, self._way = stack, origins, low, way
         self.calls: dict[tuple[str, str, str | None], MixedCall] = {}
@@ -110,15 +118,18 @@ class _Casting(DispatchMode):
 
     def cast(self, retry: Retry, error: Exception, op: str, names: Sequence[str], frame: FrameType) -> Any:
         """The result of a failed call with a cast, if that helps; else what a scan goes on with."""
-        if retry.mixed:
+        if len({tensor.dtype for tensor in retry.floating if not tensor.is_complex()}) > 1:
             inputs, dtype = floating_arguments(names, retry.args, retry.kwargs), self._dtype(op, names, retry)
             try:
                 out = retry.run(_to(dtype))
-            except Exception:  # the mismatch is not why it fails
-                out = None
+            except Exception:
+                pass  # the mismatch is not why it fails
             else:
                 self._note(op, inputs, dtype, source_lines(frame).source)
-                return out
+                if not self._raises:
+                    return out
+        if self._raises:
+            raise error
         self.others = True
         rescue = find_rescue(retry, error, "dispatch")
         if rescue is None:
@@ -130,7 +141,7 @@ class _Casting(DispatchMode):
         packet = op.removeprefix("aten.").removeprefix("torch.Tensor.").partition(".")[0]
         if retry.args and isinstance(retry.args[0], Tensor) and packet.removesuffix("_") in WRITES_INTO:
             return retry.args[0].dtype
-        narrow = next((tensor.dtype for tensor in retry.floating if is_narrow(tensor)), self.low)
+        narrow = next((tensor.dtype for tensor in retry.floating if is_narrow(tensor)), torch.float32)
         return narrow if self._way == "narrow" else torch.float32
 
     def _note(self, op: str, inputs: dict[str, Tensor], dtype: torch.dtype, source: str | None) -> None:
@@ -166,7 +177,7 @@ def _to(dtype: torch.dtype) -> Callable[[Any], Any]:
 class _CastingFunctions(TorchFunctionMode):
     """The same for functions that fail above dispatch."""
 
-    def __init__(self, casting: _Casting) -> None:
+    def __init__(self, casting: Casting) -> None:
         super().__init__()
         self._casting = casting
 

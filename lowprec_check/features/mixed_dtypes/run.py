@@ -1,13 +1,27 @@
-"""Adds to a run with ops that get several dtypes where these come from, and a cast that helps."""
+"""Where dtypes meet for which ops fail: in a run, with a cast that helps; in the model as given."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
+import msgspec
+
 from lowprec_check.core.feature_hooks import Explained, Feature
+from lowprec_check.core.messages import Receive, Send, TaskAnswer, faults_sent
 from lowprec_check.core.plain_part import Fp32Outputs
 from lowprec_check.core.preparation import in_eager_mode, prepared_for
+from lowprec_check.core.target_runs import TargetRuns
+from lowprec_check.core.tasks import ModelTask
+from lowprec_check.engine.model.streamed_weights import stream_of
+from lowprec_check.engine.model.target import Target
+from lowprec_check.features.mixed_dtypes.as_given import called_as_given, floating_dtypes
 from lowprec_check.features.mixed_dtypes.casts_tried import try_casts
+from lowprec_check.schema.findings import ModelAsGiven
+from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import EAGER
+from lowprec_check.schema.scan_result import ScanResult
 from lowprec_check.torchkit.floating_dtypes import torch_dtype
 
 
@@ -39,6 +53,33 @@ class MixedDtypesTrials(Feature):
                 seed=task.seed,
             )
         report.add(mixed_dtypes=tried)
+
+    def after_runs(self, batches: Sequence[TargetRuns], result: ScanResult, options: ScanOptions) -> ScanResult | None:
+        """Call a model with several floating dtypes as it is given, which no run does."""
+        runs, target = batches[0], batches[0].target
+        is_measured = runs.mode.is_forward and runs.mode.evidence == "measured" and stream_of(target.model) is None
+        if not is_measured or len(floating_dtypes(target)) < 2:
+            return None
+        task = runs.reference_task().as_task(AsGivenTask, precision="autocast-bf16", budget=runs.reference_budget)
+        outcome = runs.launcher.do(task)
+        if not outcome.answers:
+            return None
+        return msgspec.structs.replace(result, as_given=outcome.answers[-1].read(ModelAsGiven))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AsGivenTask(ModelTask):
+    """Call the model as its user gives it; its precision is one that leaves it as it is."""
+
+    @property
+    def progress(self) -> tuple[str, str]:
+        """It is about no run of its own."""
+        return "the model as given", "calling it"
+
+    def do(self, target: Target, send: Send, receive: Receive) -> None:
+        """Send what it raised, if it did."""
+        with faults_sent("calling the model as given", send), prepared_for(self, target) as ready:
+            send(TaskAnswer.of(called_as_given(in_eager_mode(ready, target), target, self.seed)))
 
 
 MIXED_DTYPES = MixedDtypesTrials()
