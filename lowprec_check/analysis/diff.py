@@ -295,8 +295,8 @@ def _recommended(result: ScanResult) -> str | None:
     if advice is None:
         return None
     name = advice.label + way_text(advice.way)
-    if advice.keep_fp32:
-        name += f" with {in_fp32(advice.keep_fp32, result.model.modules, result.plan)}"
+    if advice.kept:
+        name += f" with {in_fp32(advice, result.model.modules, result.plan)}"
     if advice.stay_in_fp32:
         return f"fp32 (rather than {name})"
     return name

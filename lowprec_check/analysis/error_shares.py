@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from lowprec_check.schema.measures import MATTERS, BlamedFor, ErrorBudget, ModuleShare, RangeTrial, Share
+from lowprec_check.schema.measures import MATTERS, BlamedFor, ErrorBudget, InputTrial, ModuleShare, RangeTrial, Share
 from lowprec_check.schema.module_paths import is_inside, paths_above
 from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.statements import Sentence, say
@@ -92,6 +92,25 @@ def place_shares(run: Run) -> dict[Place, Share]:
         if not listed.rounding and (listed.op == CAST_INPUT or not has_calls):
             found[(listed.module, listed.op, listed.source)] = listed
     return found
+
+
+def share_of_inputs(run: Run) -> float:
+    """The share of the error that rounding the inputs causes."""
+    listed = run.budget.shares if run.budget else ()
+    return math.fsum(share.share for share in listed if share.op.startswith(CAST_INPUT))
+
+
+def best_input_trial(run: Run) -> InputTrial | None:
+    """The fewest inputs with which in fp32 the run passes, else with which its error is smallest;
+    ``None`` if that is no help.
+    """
+    # an error of 0 is that of a model with nothing left in low precision
+    trials = [trial for trial in run.input_trials if trial.rel_l2 and trial.status in ("ok", "inaccurate")]
+    passing = [trial for trial in trials if trial.status == "ok"]
+    best = min(passing or trials, key=lambda trial: (bool(passing) and len(trial.inputs), trial.rel_l2), default=None)
+    if best is None or best.rel_l2 is None or best.status == "ok" or run.rel_l2 is None:
+        return best
+    return best if best.rel_l2 <= UNCHANGED * run.rel_l2 else None
 
 
 def leaving_shares(run: Run) -> dict[Place, float]:

@@ -77,7 +77,14 @@ def recommend(
         return None
     best = best_of(passed, runs, environment, prefer)
     key = best.key._replace(precision=best.base or best.precision)
-    code = snippet(key, model, best.keep_fp32, best.untied, torch_version=str(environment.get("torch") or ""))
+    code = snippet(
+        key,
+        model,
+        best.keep_fp32,
+        best.untied,
+        keep_fp32_inputs=best.keep_fp32_inputs,
+        torch_version=str(environment.get("torch") or ""),
+    )
     return recommendation_of(best, runs, prefer, code)
 
 
@@ -101,6 +108,7 @@ def recommendation_of(
         backend=run.backend,
         memory_format=run.memory_format,
         keep_fp32=run.keep_fp32,
+        keep_fp32_inputs=run.keep_fp32_inputs,
         way=way,
         evidence=run.evidence,
         reason="",
@@ -204,9 +212,9 @@ def recommended_run(result: ScanResult) -> Run | None:
     best = result.recommendation
     if best is None:
         return None
-    wanted = (best.precision, best.backend, best.memory_format, best.keep_fp32)
+    wanted = (best.precision, best.backend, best.memory_format, best.kept)
     for run in candidates(result.runs):
-        choice = (run.base or run.precision, run.backend, run.memory_format, run.keep_fp32)
+        choice = (run.base or run.precision, run.backend, run.memory_format, run.kept)
         if choice == wanted and (run.status in ("ok", "unjudged") or passing_ways(run)):
             return run
     return None
@@ -218,8 +226,8 @@ def passes(result: ScanResult) -> bool:
     if best is None or (run is not None and degenerate_output(run, result.runs) is not None):
         return False
     if run is None:
-        return bool(best.keep_fp32) or any(passes_all(other, result.runs) for other in candidates(result.runs))
-    return passes_all(run, result.runs) or bool(passing_ways(run)) or bool(best.keep_fp32)
+        return bool(best.kept) or any(passes_all(other, result.runs) for other in candidates(result.runs))
+    return passes_all(run, result.runs) or bool(passing_ways(run)) or bool(best.kept)
 
 
 def is_gain(result: ScanResult) -> bool:

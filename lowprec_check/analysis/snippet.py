@@ -6,6 +6,7 @@ Its results equal those of :mod:`lowprec_check.engine.model.prepared` bit for bi
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -75,20 +76,27 @@ _IN_TORCH: dict[str, tuple[str, str]] = {
 
 
 def snippet(
-    key: RunKey, model: ModelInfo, keep_fp32: Sequence[str] = (), untied: Sequence[str] = (), *, torch_version: str = ""
+    key: RunKey,
+    model: ModelInfo,
+    keep_fp32: Sequence[str] = (),
+    untied: Sequence[str] = (),
+    *,
+    keep_fp32_inputs: Sequence[str] = (),
+    torch_version: str = "",
 ) -> str:
     """Code that runs ``model`` on ``inputs``, both as the user's file defines them, as the run of
     ``key`` does.
 
-    ``key.precision`` is a registered precision; the modules ``keep_fp32`` stay in fp32; the
-    parameters ``untied``, which such a module shares with a cast one, are copied. A device that
-    torch of ``torch_version`` lacks is imported. For a backend that gives no code, a comment.
+    ``key.precision`` is a registered precision; the modules ``keep_fp32`` stay in fp32, and the
+    inputs ``keep_fp32_inputs``, by the names that a plan has for them, are not cast; the parameters
+    ``untied``, which such a module shares with a cast one, are copied. A device that torch of
+    ``torch_version`` lacks is imported. For a backend that gives no code, a comment.
     """
     backend = BACKENDS.get(key.backend)
     if key.backend != EAGER and type(backend).code is Backend.code:
         project = project_of(key.backend)
         return f"# {project} gives no code to paste for the backend {key.backend}: see its documentation"
-    code = prepare(key, model, keep_fp32, untied, torch_version=torch_version)
+    code = prepare(key, model, keep_fp32, untied, keep_fp32_inputs=keep_fp32_inputs, torch_version=torch_version)
     # one with statement for both contexts
     context = ", ".join(filter(None, ("with torch.no_grad()", code.autocast)))
     called = [f"    {line}" for line in (*code.inside, f"output = {model.call}")]
@@ -115,7 +123,13 @@ class ModelCode(NamedTuple):
 
 
 def prepare(
-    key: RunKey, model: ModelInfo, keep_fp32: Sequence[str] = (), untied: Sequence[str] = (), *, torch_version: str = ""
+    key: RunKey,
+    model: ModelInfo,
+    keep_fp32: Sequence[str] = (),
+    untied: Sequence[str] = (),
+    *,
+    keep_fp32_inputs: Sequence[str] = (),
+    torch_version: str = "",
 ) -> ModelCode:
     """The code before the call of :func:`snippet`, and the context of the call."""
     precision, device = PRECISIONS.get(key.precision), device_type(key.device)
@@ -153,7 +167,7 @@ def prepare(
         body.append(precision.snippet(device, keep_fp32))
     if key.memory_format != CONTIGUOUS:
         body.append(f"model = model.to(memory_format=torch.{key.memory_format})")
-    body += convert_inputs(model, conversion)
+    body += convert_inputs(model, conversion, keep_fp32_inputs)
     # a backend compiles what was prepared before
     backend = BACKENDS.get(key.backend).code(key, model)
     imports += backend.imports
@@ -229,14 +243,21 @@ def conversion_of(key: RunKey) -> Conversion:
     return conversion
 
 
-def convert_inputs(model: ModelInfo, conversion: Conversion) -> list[str]:
-    """Lines that convert ``inputs``; none if there is nothing to do."""
-    layout, concerned = model.layout, conversion.concerns(model.layout)
+def convert_inputs(model: ModelInfo, conversion: Conversion, in_fp32: Sequence[str] = ()) -> list[str]:
+    """Lines that convert ``inputs``, but do not cast those that are named ``in_fp32``; none if
+    there is nothing to do.
+    """
+    code_of = {_input_code(name, model.call): name for name in in_fp32}
+    places = {"tensor": "inputs", "sequence": "inputs[{}]", "mapping": 'inputs["{}"]'}
+    place = places.get(model.layout.kind, "")
+    floating = [key for key in model.layout.floating if place.format(key) not in code_of]
+    layout = msgspec.structs.replace(model.layout, floating=floating)
+    concerned = conversion.concerns(layout)
     is_nothing = conversion == Conversion(method=conversion.method)
     if is_nothing or (model.castable and layout.kind != "nested" and not concerned):
         return []
     if not model.castable:
-        return [f"# inside your inputs: {conversion.in_words()}"]
+        return [f"# inside your inputs: {conversion.in_words()}{fill(', but do not cast {}', ', '.join(in_fp32))}"]
 
     def converted(key: str, tensor: str) -> str:
         return conversion.applied_to(tensor, floating=key in layout.floating, image=key in layout.images)
@@ -249,21 +270,34 @@ def convert_inputs(model: ModelInfo, conversion: Conversion) -> list[str]:
         return [f"{item} = {converted(key, item)}" for key, item in items.items()]
     if layout.kind == "sequence" and len(concerned) <= _LISTED:
         return ["inputs = list(inputs)", *(f"inputs[{key}] = {converted(key, f'inputs[{key}]')}" for key in concerned)]
-    return convert_nested(conversion, "inputs")
+    return convert_nested(conversion, "inputs", list(code_of))
 
 
-def convert_nested(conversion: Conversion, name: str) -> list[str]:
-    """Lines for tensors anywhere in ``name`` that are not known by name."""
+def _input_code(name: str, call: str) -> str:
+    """Code for an input by its name in a plan: that of a keyword argument is its key."""
+    if call != "model(**inputs)":
+        return name
+    keyword = re.split(r"[\[.]", name)[0]
+    return f"inputs[{json.dumps(keyword)}]{name.removeprefix(keyword)}"
+
+
+def convert_nested(conversion: Conversion, name: str, in_fp32: Sequence[str] = ()) -> list[str]:
+    """Lines for tensors anywhere in ``name`` that are not known by name; ``in_fp32``, code of some
+    of them, are not cast.
+    """
     # first the dtype and the device, then the layout of images
-    steps = []
+    steps, before, is_cast = [], [], "t.is_floating_point()"
+    if in_fp32 and conversion.dtype:
+        before = [f"fp32 = [{', '.join(in_fp32)}]  # not cast"]
+        is_cast = f"{is_cast} and not any(t is other for other in fp32)"
     if conversion.dtype or conversion.device:
         moved = "t" + fill('.to("{}")', conversion.device)
         if conversion.dtype:
-            moved = f"{moved}.to({conversion.dtype}) if t.is_floating_point() else {moved}"
+            moved = f"{moved}.to({conversion.dtype}) if {is_cast} else {moved}"
         steps.append(moved)
     if conversion.memory_format != CONTIGUOUS:
         steps.append(f"t.to(memory_format=torch.{conversion.memory_format}) if t.ndim == 4 else t")
-    return [f"{name} = tree_map_only(\n    torch.Tensor, lambda t: {step}, {name}\n)" for step in steps]
+    return before + [f"{name} = tree_map_only(\n    torch.Tensor, lambda t: {step}, {name}\n)" for step in steps]
 
 
 def convert_targets(conversion: Conversion) -> list[str]:

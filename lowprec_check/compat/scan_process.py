@@ -144,8 +144,8 @@ def row_of(result: ScanResult, request: Request, seconds: float, made_with: dict
     advice, recommended = result.recommendation, None
     if advice is not None:
         recommended = advice.label + way_text(advice.way)
-        if advice.keep_fp32:
-            recommended += f" + {len(advice.keep_fp32)} in fp32"
+        if advice.kept:
+            recommended += f" + {len(advice.kept)} in fp32"
         if advice.stay_in_fp32:
             recommended = f"fp32 ({recommended}: {advice.gain})" if advice.gain else "fp32"
         elif advice.evidence != "measured":

@@ -53,6 +53,7 @@ def prepared_for(
         torch.device(task.device),
         memory_format=task.memory_format,
         keep_fp32=task.keep_fp32,
+        keep_fp32_inputs=task.keep_fp32_inputs,
         call=target.call(),
         inputs=target.rewound,
         changes_parameters=task.changes_parameters,
@@ -62,7 +63,7 @@ def prepared_for(
 
 def in_fp32(task: ModelTask) -> ModelTask:
     """``task`` with the model in fp32."""
-    return dataclasses.replace(task, precision=REFERENCE, memory_format=CONTIGUOUS, keep_fp32=())
+    return dataclasses.replace(task, precision=REFERENCE, memory_format=CONTIGUOUS, keep_fp32=(), keep_fp32_inputs=())
 
 
 @contextlib.contextmanager

@@ -96,7 +96,7 @@ class TargetRuns:
         self._first_seconds = 0.0
         self._drew: dict[RunKey, bool | None] = {}
         """Whether a run without modules kept in fp32 drew random numbers; ``None``: unknown."""
-        self._ablations: dict[tuple[RunKey, frozenset[str]], Run] = {}
+        self._ablations: dict[tuple[RunKey, frozenset[str], frozenset[str]], Run] = {}
         """By the run and the modules in fp32: one may be a trial of a plan, too."""
         self._eager: dict[RunKey, Run] = {}
         """The eager runs without a plan, whose analysis explains those on other backends."""
@@ -226,6 +226,7 @@ class TargetRuns:
         memory_format: MemoryFormat = CONTIGUOUS,
         *,
         keep_fp32: tuple[str, ...] = (),
+        keep_fp32_inputs: tuple[str, ...] = (),
         measured: bool = True,
         instrumented: bool = True,
         errors: Errors | None = None,
@@ -235,33 +236,39 @@ class TargetRuns:
         # ``measured`` adds time and memory, ``instrumented`` explains every op, with the errors of
         # the options by default; ``status_only`` ends the calls with the first that fails.
         key = RunKey(precision, backend, self._template.device, memory_format)
-        ablation = None
-        if keep_fp32 and not (measured or instrumented):
-            ablation = (key, frozenset(keep_fp32))
+        ablation, kept = None, (*keep_fp32, *keep_fp32_inputs)
+        if kept and not (measured or instrumented):
+            ablation = (key, frozenset(keep_fp32), frozenset(keep_fp32_inputs))
         if ablation in self._ablations:
             return self._ablations[ablation]
-        task = self._usual_task(key, keep_fp32=keep_fp32, measured=measured, errors=errors or self.options.errors)
+        task = self._usual_task(
+            key,
+            keep_fp32=keep_fp32,
+            keep_fp32_inputs=keep_fp32_inputs,
+            measured=measured,
+            errors=errors or self.options.errors,
+        )
         reason = self._why_skipped(task.key)
         if reason is not None:
             return skipped(task.key, reason, task.evidence)
         # The eager run of the same precision and memory format explains one on another backend.
         eager = None
-        if backend != EAGER and not keep_fp32:
+        if backend != EAGER and not kept:
             eager = self._eager.get(task.key._replace(backend=EAGER))
         task = dataclasses.replace(task, instrumented=instrumented and eager is None, status_only=status_only)
         # It draws what is drawn without kept modules, or in fp32.
-        if keep_fp32 and self.fp32 is not None:
+        if kept and self.fp32 is not None:
             drew = {self._drew.get(task.key), self._drew.get(self.fp32.key)}
             task = dataclasses.replace(task, draws=drew != {False})
         outcome = self.launcher.run(task)
-        if not keep_fp32:
+        if not kept:
             self._drew[task.key] = outcome.draws
         run = compared_with(finished(task, outcome), self.fp32)
         if measured:
             run = self._completed(run, task)
         if ablation is not None and not status_only:
             self._ablations[ablation] = run
-        if backend == EAGER and instrumented and not keep_fp32:
+        if backend == EAGER and instrumented and not kept:
             self._eager[task.key] = run
         if eager is None:
             return run
@@ -288,6 +295,7 @@ class TargetRuns:
         return self._usual_task(
             run.key._replace(precision=run.base or run.precision),
             keep_fp32=tuple(run.keep_fp32),
+            keep_fp32_inputs=tuple(run.keep_fp32_inputs),
             usual_ms=run.latency_ms,
             setup_budget=BACKENDS.get(run.backend).setup_budget,
         )

@@ -101,6 +101,8 @@ class ModelTask:
     memory_format: MemoryFormat = CONTIGUOUS
     files: TaskFiles
     keep_fp32: tuple[str, ...] = ()
+    keep_fp32_inputs: tuple[str, ...] = ()
+    """Names of tensors in the inputs that a cast leaves in fp32."""
     tolerance: float | None = None
     seed: int = 0
     budget: float = 20.0
@@ -191,6 +193,8 @@ class ModelTask:
     def progress(self) -> tuple[str, str]:
         """What to show while it runs: the name of the run, and what it does before its first op."""
         doing = self.mode.doing
+        if self.keep_fp32_inputs:
+            doing += f" with {' and '.join(self.keep_fp32_inputs)} in fp32"
         if self.keep_fp32:
             doing += f" with {len(self.keep_fp32)} modules in fp32"
         return self.key.label, doing
@@ -271,6 +275,7 @@ class RunTask(ModelTask):
             memory_format=self.memory_format,
             evidence=self.evidence,
             keep_fp32=list(self.keep_fp32),
+            keep_fp32_inputs=list(self.keep_fp32_inputs),
             tolerance=self.tolerance,
             status="timeout",  # counts once it is judged; until then, what it is if it never ends
             complete=not self.instrumented,

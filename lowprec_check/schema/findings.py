@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from lowprec_check.schema.base import Struct
+from lowprec_check.schema.registry import choices
 from lowprec_check.schema.run_key import EAGER, MemoryFormat, Phase, qualified
 from lowprec_check.schema.statements import Figure, Sentence, plain
 from lowprec_check.schema.verdict import ExceptionInfo, Status
@@ -299,6 +300,8 @@ class Recommendation(Struct, frozen=True, kw_only=True):
     """The memory format to use."""
     keep_fp32: list[str] = []
     """Paths of the modules to keep in fp32."""
+    keep_fp32_inputs: list[str] = []
+    """Names of the inputs that are not cast."""
     way: str | None = None
     """How to train, a name in :data:`~lowprec_check.schema.ways_to_train.WAYS`, if trained."""
     evidence: Literal["measured", "predicted"] = "measured"
@@ -334,4 +337,14 @@ class Recommendation(Struct, frozen=True, kw_only=True):
     @property
     def elsewhere(self) -> str:
         """How a finding names it."""
-        return f"{self.label}{' with the modules in fp32 that the recommendation names' if self.keep_fp32 else ''}"
+        kept = ""
+        if self.keep_fp32:
+            kept = " with the modules in fp32 that the recommendation names"
+        elif self.keep_fp32_inputs:
+            kept = f" with {choices(self.keep_fp32_inputs, 'and')} in fp32"
+        return f"{self.label}{kept}"
+
+    @property
+    def kept(self) -> list[str]:
+        """The inputs and modules to keep in fp32."""
+        return [*self.keep_fp32_inputs, *self.keep_fp32]

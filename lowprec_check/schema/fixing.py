@@ -60,6 +60,21 @@ class Proven(Struct, frozen=True, kw_only=True):
         return self.after == "ok" and not self.further_failed
 
 
+class InputInFp32(Struct, frozen=True, kw_only=True):
+    """A precision that fails because inputs are cast, and passes with them in fp32."""
+
+    precision: str
+    """Its name."""
+    inputs: list[str]
+    """The inputs, ``timestep`` or ``inputs[1]``."""
+    error_before: float | None = None
+    """rel_l2 of the output against fp32, with all inputs cast; ``None`` if it is infinite."""
+    error_after: float | None = None
+    """rel_l2 with these inputs in fp32."""
+    tolerance: float | None = None
+    """The largest error that passes."""
+
+
 class LeftAlone(Struct, frozen=True, kw_only=True):
     """A finding that no change is offered for."""
 
@@ -109,6 +124,8 @@ class Fixing(Struct, frozen=True, kw_only=True):
     """All changes as a unified diff."""
     proven: list[Proven] = []
     """Each precision that fails without the patch, before and after."""
+    by_input: list[InputInFp32] = []
+    """The precisions that need no patch, but an input in fp32."""
     outputs_equal: bool | None = None
     """Whether fp32's output stays bit for bit; ``None`` if two calls without the patch differ."""
     gradients_equal: bool | None = None

@@ -314,6 +314,17 @@ class Ablation(Struct, frozen=True, kw_only=True):
     """``rel_l2`` that the shares predict to first order; ``None`` if these are not the reason."""
 
 
+class InputTrial(Struct, frozen=True, kw_only=True):
+    """A plain run like the failed one, in which some of the inputs are not cast."""
+
+    inputs: list[str]
+    """Their names: ``timestep`` for a keyword argument, else ``inputs[1]``."""
+    status: Status
+    """How the run with them in fp32 ended."""
+    rel_l2: float | None = None
+    """Error of the output; ``None`` if it is not finite, or the run gave no output."""
+
+
 class RangeTrial(Struct, frozen=True, kw_only=True):
     """The fp32 model in which only what a format cannot hold at one place is Inf or zero."""
 

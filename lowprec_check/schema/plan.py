@@ -74,7 +74,9 @@ class Plan(Struct, frozen=True, kw_only=True):
     evidence: Literal["measured", "predicted"] = "measured"
     """``predicted``: its runs were those of a device that is not here, emulated on a CPU."""
     keep_fp32: list[str]
-    """Paths of the modules in fp32, in the model's order; empty if the base passes as it is."""
+    """Paths of the modules in fp32, in the model's order; empty if none is needed."""
+    keep_fp32_inputs: list[str] = []
+    """Names of the inputs that are not cast: ``timestep``, ``inputs[1]``, ``cond["mask"]``."""
     untied: list[str] = []
     """Shared parameters of kept modules that get a copy, since one cannot have two dtypes."""
     # How sure it is that all of them are needed.
@@ -127,6 +129,11 @@ class Plan(Struct, frozen=True, kw_only=True):
         measures = (self.latency_ms, self.speedup, self.peak_memory_bytes)
         if self.evidence == "predicted" and any(value is not None for value in measures):
             raise ValueError("a predicted plan has no times and no memory: they would be those of another device")
+
+    @property
+    def kept(self) -> list[str]:
+        """The inputs and modules in fp32."""
+        return [*self.keep_fp32_inputs, *self.keep_fp32]
 
     def save(self, path: str | Path) -> None:
         """Write as indented JSON; raises :class:`UsageError` if that fails."""

@@ -34,6 +34,7 @@ from lowprec_check.schema.measures import (
     ConstantTrial,
     ErrorBudget,
     InputsTried,
+    InputTrial,
     Latency,
     LayerError,
     ModuleMagnitudes,
@@ -121,6 +122,8 @@ class Run(Struct, frozen=True, kw_only=True):
     """Where the output error comes from; ``None`` if the run was not analyzed op by op."""
     ablation: Ablation | None = None
     """What fp32 in the modules blamed for its error changed; ``None`` if it passes, or none is."""
+    input_trials: list[InputTrial] = []
+    """What single inputs that are not cast change; of a cast that fails, in which casts matter."""
     range_trials: list[RangeTrial] = []
     """What single places with values out of range do to the output of fp32; of a run that fails."""
     constant_trial: ConstantTrial | None = None
@@ -169,6 +172,8 @@ class Run(Struct, frozen=True, kw_only=True):
     # Of a ``plan`` run.
     keep_fp32: list[str] = []
     """Modules kept in fp32, for a ``plan`` run."""
+    keep_fp32_inputs: list[str] = []
+    """Inputs that are not cast, for a ``plan`` run."""
     base: str | None = None
     """The precision that a ``plan`` run starts from."""
     untied: list[str] = []
@@ -232,6 +237,11 @@ class Run(Struct, frozen=True, kw_only=True):
     def key(self) -> RunKey:
         """The key that identifies the run."""
         return RunKey(self.precision, self.backend, self.device, self.memory_format)
+
+    @property
+    def kept(self) -> list[str]:
+        """The inputs and modules kept in fp32."""
+        return [*self.keep_fp32_inputs, *self.keep_fp32]
 
     @property
     def is_reference(self) -> bool:

@@ -7,6 +7,7 @@ import copy
 import ctypes
 import dataclasses
 import functools
+import json
 import sys
 import types
 import warnings
@@ -233,6 +234,26 @@ def _declared_slots(kind: Any) -> list[Any]:
             if isinstance(slot, types.MemberDescriptorType):
                 slots.append(slot)
     return slots
+
+
+def tensors_by_code(value: Any, code: str) -> list[tuple[str, torch.Tensor]]:
+    """Each tensor in ``value`` with the code that reads it, where ``code`` is that of ``value``:
+    ``inputs[1]["mask"]``, ``inputs.x``.
+    """
+    tensors, waiting = list[tuple[str, torch.Tensor]](), [(value, code, frozenset[int]())]
+    while waiting:
+        value, code, above = waiting.pop()
+        kind = type(value)
+        if issubclass(kind, torch.Tensor):
+            tensors.append((code, value))
+        elif id(value) not in above:
+            has_keys = issubclass(kind, (Mapping, list, tuple, deque))
+            for key, child in reversed(_children(value)):
+                step = f".{key}"
+                if has_keys:
+                    step = f"[{json.dumps(key) if isinstance(key, str) else repr(key)}]"
+                waiting.append((child, f"{code}{step}", above | {id(value)}))
+    return tensors
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:

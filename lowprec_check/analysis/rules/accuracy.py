@@ -135,10 +135,10 @@ def _instead(run: Run, result: ScanResult) -> str:
         return "try what the model keeps between calls in fp32"
     if run.is_quantized:
         return _for_int8(run, result, best)
-    if best is not None and best.keep_fp32:
-        if best.precision == run.precision:
+    if best is not None and best.kept:
+        if best.precision == run.precision and best.keep_fp32:
             return "keep the modules in fp32 that the recommendation names"
-        best = None  # a plan of another precision
+        best = None  # a plan of another precision, or one whose inputs are named with their error
     # A finished search that found no plan is not worth repeating.
     searched = failed_search(run, result.attempts)
     is_over = searched is not None and not searched.stopped_without_plan

@@ -9,6 +9,7 @@ from lowprec_check.analysis.rules.gaps import from_gaps
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule, runs_with_ops, wide_dtype
 from lowprec_check.analysis.rules.relevance import (
     gives_inf,
+    in_range,
     keep_in_fp32,
     passing_elsewhere,
     place_finding,
@@ -31,9 +32,6 @@ POLES = {
     **dict.fromkeys(("log1p", "atanh", "erfinv", "logit"), "the end of its range"),
     "rsqrt": "0",
 }
-
-
-_KEEP_INPUT = say("keep this input in fp32, or scale it before the cast")
 
 
 @rule("LP201", "overflow", "error")
@@ -84,7 +82,7 @@ def _advice(run: Run, result: ScanResult, row: OpCall) -> Sentence | str:
     if run.status == "ok" and not fails_elsewhere(run):
         return "on other inputs Inf may become NaN: stay within torch.finfo(x.dtype), or try the module in fp32"
     if row.op.startswith(CAST_INPUT):
-        return chained(_KEEP_INPUT, passing_elsewhere(run, result), between=", or ")
+        return chained(in_range(run), passing_elsewhere(run, result), between=", or ")
     return wider_range(run, result, row.module)
 
 
@@ -126,7 +124,7 @@ def underflow(result: ScanResult) -> Iterator[Finding]:
         became = f"{{share:percent}} of the values that are non-zero in {wide_dtype(result)} became zero"
         message = say(became, share=row.flushed)
         if row.op.startswith(CAST_INPUT):
-            return message, chained(_KEEP_INPUT, passing_elsewhere(run, result), between=", or ")
+            return message, chained(in_range(run), passing_elsewhere(run, result), between=", or ")
         scale = say("scale the values up before this op")
         return message, chained(scale, keep_in_fp32(run, result, row.module), between=", or ")
 

@@ -10,13 +10,16 @@ from typing import Any, Literal
 from lowprec_check.analysis.error_shares import (
     CAST_INPUT,
     Place,
+    best_input_trial,
     error_beside,
     fails_by_error,
+    harmful_trials,
     is_confirmed,
     is_disproved,
     is_over_tolerance,
     leaving_shares,
     place_shares,
+    share_of_inputs,
     share_sentence,
     trusted_budget,
 )
@@ -332,6 +335,23 @@ def keep_in_fp32(run: Run, result: ScanResult, module: str) -> Sentence | None:
     return say("try this op and those that compute its inputs in fp32{outside:text}", outside=outside)
 
 
+def keep_inputs(run: Run) -> Sentence | None:
+    """The inputs to keep in fp32, if the run was tried so and passes."""
+    trial = best_input_trial(run)
+    if trial is None or trial.status != "ok":
+        return None
+    keep = f"keep {{inputs:names}} in fp32, with which it passes, error {{error:error}} ({run.evidence})"
+    return say(keep, inputs=trial.inputs, error=trial.rel_l2)
+
+
+def in_range(run: Run) -> Sentence:
+    """Advice for an input that its cast puts out of range."""
+    keep = keep_inputs(run)
+    if keep is None and run.input_trials:  # no input in fp32 makes it pass
+        return say("scale this input before the cast")
+    return chained(keep or say("keep this input in fp32"), say("scale it before the cast"), between=", or ")
+
+
 def passing_elsewhere(run: Run, result: ScanResult) -> Sentence | None:
     """``use autocast-bf16, which passes``: a run in a format with more range, autocast first."""
     others = (other for wider in _wider(run) for other in _runs_in(wider, result))
@@ -365,7 +385,7 @@ def recommended_instead(run: Run, result: ScanResult) -> Recommendation | None:
         return None
     # A plan, or another way to train, is not the run as it is.
     same = (best.precision, best.backend, best.memory_format) == (run.precision, run.backend, run.memory_format)
-    is_itself = same and not best.keep_fp32 and best.way in (None, "plain")
+    is_itself = same and not best.kept and best.way in (None, "plain")
     if is_itself or not any(passes_all(other, result.runs) for other in candidates(result.runs)):
         return None
     return best
@@ -395,21 +415,25 @@ def search_advice(run: Run, result: ScanResult, passing: Recommendation | None, 
     if suspected.causes is not None:
         error, of_input = suspected.causes.error, 0.0
         if budget is not None:
-            of_input = sum(share.share for share in budget.shares if share.op == CAST_INPUT)
-        of_root = suspected.causes.shares.get("", 0.0)
+            of_input = share_of_inputs(run)
+        of_root = suspected.causes.shares.get("", 0.0) - of_input
         by_input, by_root = (error * math.sqrt(max(0.0, share)) > limit for share in (of_input, of_root))
-    overflows = any(row.spoils_output and row.op.startswith(CAST_INPUT) for row in run.op_calls.rows())
-    command, batches = "plan", "inputs-from"
+    harmful = [row.op for row in run.op_calls.rows() if row.spoils_output]
+    harmful += [trial.op for trial in harmful_trials(run)]
+    keep, command, batches = keep_inputs(run), "plan", "inputs-from"
+    if any(op.startswith(CAST_INPUT) for op in harmful):
+        return in_range(run).text
+    if keep is not None:
+        return keep.text
     if result.evidence == "predicted":
         command, batches = "scan --plan", "batches"  # plan needs the device
-    elif by_input:
-        return "pass the input in fp32, or scale it before the cast: that cast alone exceeds the tolerance"
-    elif overflows:
-        return "pass the input in fp32, or scale it before the cast"
+    elif by_input and not run.input_trials:
+        return "try the inputs in fp32: their cast alone exceeds the tolerance"
     elif suspected.root or by_root:
         return f"find a patch of the model's own code: lowprec-check fix TARGET -p {run.precision}"
     elif passing is not None:  # which would end a search over all bases
         base = "autocast" if run.is_autocast else "cast"
         command = f"plan -p {run.precision} --base {base}"
-    search = f"find the modules to keep in fp32: lowprec-check {command}"
+    what = "inputs and modules" if by_input else "modules"
+    search = f"find the {what} to keep in fp32: lowprec-check {command}"
     return f"{search} --{batches} {batch + 1}" if batch else search

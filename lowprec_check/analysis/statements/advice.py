@@ -26,6 +26,7 @@ from lowprec_check.analysis.speed import Speed, in_turns, is_faster, speed
 from lowprec_check.analysis.statements.kinds import Made, Said, kinds, per_run, per_scan, said, warn_if
 from lowprec_check.analysis.statements.status import NEAR, on_further, passes_but, why
 from lowprec_check.analysis.training_status import drawback, is_timed, part_of_limit, remedies, way_text
+from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.module_paths import number_of
 from lowprec_check.schema.plan import Plan
 from lowprec_check.schema.precisions import low_precisions
@@ -51,8 +52,8 @@ def _verdict(result: ScanResult) -> Iterator[Made]:
         yield Said(_no_pass(result), "warn" if "ok" in ablated else "bad")
         return
     kept = ""
-    if best.keep_fp32:
-        kept = f" with {in_fp32(best.keep_fp32, result.model.modules, result.plan)}"
+    if best.kept:
+        kept = f" with {in_fp32(best, result.model.modules, result.plan)}"
     named: dict[str, Figure] = {"name": f"{best.label}{way_text(best.way)}", "kept": kept}
     if not passes(result):
         yield Said(say("{name:text}{kept:text} could not be judged", **named), "none")
@@ -121,12 +122,17 @@ def _no_pass(result: ScanResult) -> Sentence:
     return say("Stay in fp32: {none:text} {here:text}", none=none, here=here)
 
 
-def in_fp32(kept: list[str], modules: int, plan: Plan | None) -> str:
-    """``2 of 6 modules in fp32`` of 7 ``modules``, the model included; a ``plan`` names all."""
-    count = number_of(kept, plan.modules if plan is not None else ())
-    if count < modules:
-        return f"{count} of {counted(modules - 1, 'module')} in fp32"
-    return f"{counted(count, 'module')} in fp32"
+def in_fp32(keeps: Plan | Recommendation, modules: int, plan: Plan | None) -> str:
+    """``timestep and 2 of 6 modules in fp32`` of 7 ``modules``, the model included; a ``plan``
+    names all.
+    """
+    kept = [*keeps.keep_fp32_inputs]
+    count = number_of(keeps.keep_fp32, plan.modules if plan is not None else ())
+    if 0 < count < modules:
+        kept.append(f"{count} of {counted(modules - 1, 'module')}")
+    elif count:
+        kept.append(counted(count, "module"))
+    return f"{choices(kept, 'and')} in fp32"
 
 
 # -- what the verdict rests on

@@ -8,7 +8,7 @@ import inspect
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from lowprec_check.engine.model.user_code import call_user_code, parameters_of, required_arguments
 from lowprec_check.errors import UsageError, first_line, message_of
-from lowprec_check.torchkit.pytree import leaves, map_tensors
+from lowprec_check.torchkit.pytree import leaves, map_tensors, tensors_by_code
 
 PASTE_INPUTS = """Add to the file (a tensor, a tuple, a dict of keyword arguments, or a function that returns one):
 
@@ -90,6 +90,42 @@ def describe_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
         shape = "nested" if tensor.is_nested else tuple(tensor.shape)
         described.append(f"{name}{shape}{dtype}")
     return described
+
+
+# -- The names of tensors in the arguments
+
+
+def named_tensors(args: tuple[Any, ...], kwargs: dict[str, Any], form: str) -> dict[str, Tensor]:
+    """The tensors of a call by the names that its user has for them, ``form`` being its code:
+    ``timestep`` for a keyword argument, else ``inputs`` or ``inputs[1]``; ``cond["mask"]`` inside.
+    """
+    by_keyword = [pair for name, value in kwargs.items() for pair in tensors_by_code(value, name)]
+    if form == "model(inputs)" and len(args) == 1:
+        return dict([*tensors_by_code(args[0], "inputs"), *by_keyword])
+    return dict([*tensors_by_code(args, "inputs"), *by_keyword])
+
+
+def tensors_named(
+    names: Collection[str], args: tuple[Any, ...], kwargs: dict[str, Any], parameters: Sequence[str] = ()
+) -> list[Tensor]:
+    """The tensors that :func:`named_tensors` gives ``names`` to, whatever the form of the call.
+
+    ``parameters`` are those of the function called: an argument that the names give by keyword may
+    come by position, and the other way round.
+    """
+    if not names:
+        return []
+    by_place = {**kwargs}
+    for position, value in enumerate(args):
+        by_place[f"inputs[{position}]"] = value
+    # A tensor that is the only input has the name `inputs`; `inputs[0]` inside it are its elements
+    if len(args) == 1:
+        by_place["inputs"] = args[0]
+    for position, name in enumerate(parameters):
+        by_place.setdefault(name, by_place.get(f"inputs[{position}]"))
+        by_place.setdefault(f"inputs[{position}]", kwargs.get(name))
+    named = (pair for place, value in by_place.items() for pair in tensors_by_code(value, place))
+    return [tensor for name, tensor in named if name in names]
 
 
 # -- Batches

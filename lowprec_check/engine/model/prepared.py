@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lowprec_check.engine.model.inputs import tensors_named
 from lowprec_check.engine.model.snapshot import Snapshot
-from lowprec_check.engine.model.user_code import reraise_interrupt
+from lowprec_check.engine.model.user_code import parameters_of, reraise_interrupt
 from lowprec_check.errors import UsageError, message_of, type_name
 from lowprec_check.schema.precisions import BF16, FP16, Precision
 from lowprec_check.schema.run_key import CONTIGUOUS, MemoryFormat
@@ -35,6 +36,7 @@ def prepared(
     *,
     memory_format: MemoryFormat = CONTIGUOUS,
     keep_fp32: Sequence[str] = (),
+    keep_fp32_inputs: Sequence[str] = (),
     call: Callable[..., Any] | None = None,
     inputs: Iterable[Any] = (),
     changes_parameters: bool = False,
@@ -42,17 +44,19 @@ def prepared(
 ) -> Iterator[Prepared]:
     """Apply ``precision`` to ``model`` in place, without gradients, and restore it afterwards.
 
-    ``keep_fp32`` names modules that stay in fp32. The model must already be on ``device``. ``call``
-    is the function to call instead of the model, such as the model and a loss. If the model's own
-    code fails then, the call raises its exception. Mutable objects in ``inputs`` are restored too,
-    and the values of parameters if ``changes_parameters``: to the state of now, or of ``snapshot``,
-    which saves time if the model is prepared several times.
+    ``keep_fp32`` names modules that stay in fp32, ``keep_fp32_inputs`` tensors of the inputs that
+    are not cast. The model must already be on ``device``. ``call`` is the function to call instead
+    of the model, such as the model and a loss. If the model's own code fails then, the call raises
+    its exception. Mutable objects in ``inputs`` are restored too, and the values of parameters if
+    ``changes_parameters``: to the state of now, or of ``snapshot``, which saves time if the model
+    is prepared several times.
     """
     if snapshot is None:
         snapshot = Snapshot(model, inputs, parameters=changes_parameters)
     else:
         snapshot.rewind()
     application = application_of(precision)
+    application.keep_fp32_inputs = tuple(keep_fp32_inputs)
     called = model if call is None else call
     try:
         try:
@@ -97,9 +101,13 @@ class Prepared(NamedTuple):
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Fresh copies on the device, in the memory format and in the dtypes of the precision."""
+        fp32 = tensors_named(self.application.keep_fp32_inputs, args, kwargs)
 
         def ready(tensor: Tensor) -> Tensor:
-            fresh = tensor.detach().to(self.device, self.application.dtype_of_input(tensor), copy=True)
+            dtype = self.application.dtype_of_input(tensor)
+            if any(tensor is other for other in fp32):
+                dtype = tensor.dtype
+            fresh = tensor.detach().to(self.device, dtype, copy=True)
             if self.memory_format != CONTIGUOUS and fresh.ndim == IMAGE_DIMENSIONS and fresh.layout == torch.strided:
                 fresh = fresh.contiguous(memory_format=getattr(torch, self.memory_format))
             if tensor.requires_grad:
@@ -143,6 +151,9 @@ def format_problem(memory_format: MemoryFormat, model: nn.Module, inputs: Iterab
 
 class Application:
     """Applies a precision to a model and around its call. This base changes nothing."""
+
+    keep_fp32_inputs: tuple[str, ...] = ()
+    """Names of tensors in the inputs that a cast leaves as they are."""
 
     def __init__(self, precision: Precision) -> None:
         self.precision = precision
@@ -230,7 +241,8 @@ class Cast(Application):
 
     def make_standalone(self, model: nn.Module, device_type: str) -> None:
         """Add a hook that casts the inputs."""
-        model.register_forward_pre_hook(Borders(self.dtype).cast, with_kwargs=True, prepend=True)
+        borders = Borders(self.dtype, self.keep_fp32_inputs, tuple(parameters_of(model.forward)))
+        model.register_forward_pre_hook(borders.cast, with_kwargs=True, prepend=True)
 
 
 class Autocast(Application):
@@ -323,8 +335,8 @@ def shared_weights(model: nn.Module, keep_fp32: Sequence[str]) -> list[str]:
 class Borders:
     """Hooks between modules in ``low`` and modules in fp32."""
 
-    def __init__(self, low: torch.dtype) -> None:
-        self.low = low
+    def __init__(self, low: torch.dtype, keep_fp32_inputs: Sequence[str] = (), parameters: Sequence[str] = ()) -> None:
+        self.low, self.keep_fp32_inputs, self.parameters = low, keep_fp32_inputs, parameters
 
     def enter(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Widen inputs in ``low`` to fp32."""
@@ -341,7 +353,16 @@ class Borders:
         return tree_map_only(Tensor, lambda t: t.to(self.low) if t.dtype == torch.float32 else t, output)
 
     def cast(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Cast all floating inputs to ``low``, including those inside user objects."""
+        """Cast all floating inputs to ``low``, including those inside user objects; not those to be
+        kept in fp32.
+        """
+        if self.keep_fp32_inputs:
+            fp32 = tensors_named(self.keep_fp32_inputs, args, kwargs, self.parameters)
+
+            def cast(tensor: Tensor) -> Tensor:
+                return tensor if any(tensor is other for other in fp32) else self._narrow(tensor)
+
+            return map_tensors(args, cast), map_tensors(kwargs, cast)
         if all(isinstance(leaf, _PYTREE_LEAVES) for leaf in tree_leaves((args, kwargs))):
             return tree_map_only(Tensor, self._narrow, (args, kwargs))
         return map_tensors(args, self._narrow), map_tensors(kwargs, self._narrow)

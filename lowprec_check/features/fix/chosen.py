@@ -11,7 +11,8 @@ from pathlib import Path
 
 from lowprec_check.features.fix.scene import Site, SourceFix, compose
 from lowprec_check.features.fix.source_text import edited, lines_of
-from lowprec_check.schema.fixing import Proven, SourceChange
+from lowprec_check.schema.fixing import InputInFp32, Proven, SourceChange
+from lowprec_check.schema.measures import InputTrial
 from lowprec_check.schema.module_paths import number_of
 from lowprec_check.schema.plan import Plan
 from lowprec_check.schema.scan_result import Run
@@ -105,6 +106,17 @@ def proven_by(before: Run, after: Run | None) -> Proven:
         tolerance=before.tolerance,
         further=tried,
         further_failed=failed,
+    )
+
+
+def proven_by_input(run: Run, trial: InputTrial) -> InputInFp32:
+    """A precision that passes with inputs in fp32."""
+    return InputInFp32(
+        precision=run.precision,
+        inputs=trial.inputs,
+        error_before=run.distance,
+        error_after=trial.rel_l2,
+        tolerance=run.tolerance,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -168,7 +168,15 @@ def culprits(run: Run) -> list[Culprit]:
 class Sites:
     """The expressions that runs point at, by file; the scan may be of a patched source."""
 
-    def __init__(self, files: OwnFiles, patched: Mapping[Path, PatchedFile], device: str) -> None:
+    def __init__(
+        self,
+        files: OwnFiles,
+        patched: Mapping[Path, PatchedFile],
+        device: str,
+        without_cast: Collection[str] = (),
+    ) -> None:
+        """``without_cast``: precisions that were tried with inputs in fp32, and fail."""
+        self._without_cast = without_cast
         self.files, self._patched, self._device = files, patched, device_type(device)
         self.found: dict[ast.AST, Site] = {}
         self.left_alone: dict[tuple[str | None, str], LeftAlone] = {}
@@ -180,7 +188,7 @@ class Sites:
         for culprit in culprits(run):
             row = culprit.row
             codes = {each.code for each in about if (each.op, each.source) == (row.op, row.source)}
-            node = self.located(row)
+            node = self.located(row, tried_inputs=run.precision in self._without_cast)
             if isinstance(node, str):
                 op = short_op(row.op)
                 left_alone = LeftAlone(source=row.source, op=op, reason=node, codes=tuple(sorted(codes)))
@@ -196,12 +204,17 @@ class Sites:
             site.mismatch |= culprit.mismatch
             site.numbers |= {culprit.number} - {None}  # type: ignore[arg-type]
 
-    def located(self, row: OpCall) -> tuple[SourceText, ast.AST] | str:
-        """The expression that calls an op, or why it is left alone."""
+    def located(self, row: OpCall, *, tried_inputs: bool = False) -> tuple[SourceText, ast.AST] | str:
+        """The expression that calls an op, or why it is left alone; ``tried_inputs``: inputs were
+        tried in fp32 in vain.
+        """
         if row.op.startswith(CAST_INPUT):
-            scaled = ", or scale it before the cast"
-            if not row.gives_nonfinite and not row.flushes:  # rounding is relative: no scale changes it
-                scaled = ""
+            # rounding is relative: no scale changes it
+            is_out_of_range = row.gives_nonfinite or row.flushes
+            if tried_inputs:
+                tried = "no input in fp32 makes it pass"
+                return f"the input is cast before the model runs; {tried}{', so scale it first' * is_out_of_range}"
+            scaled = ", or scale it before the cast" * is_out_of_range
             return f"the input is cast before the model runs: pass it in fp32{scaled}"
         if not row.source:
             return "no line of the user's own code calls it"

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from lowprec_check.analysis.conclusion import conclude
+from lowprec_check.analysis.error_shares import best_input_trial
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.core.machine import version
 from lowprec_check.core.session import scan_file
@@ -31,6 +32,7 @@ from lowprec_check.features.fix.chosen import (
     compute_instead,
     next_option,
     proven_by,
+    proven_by_input,
     shown_path,
 )
 from lowprec_check.features.fix.fix_kinds import proposals
@@ -107,7 +109,11 @@ class _Search:
     def __post_init__(self) -> None:
         self.started = system.monotonic()
         wanted = self.options.precisions
-        self.failing = [run for run in self.scanned.runs if fails(run) and run.precision in (wanted or [run.precision])]
+        failing = [run for run in self.scanned.runs if fails(run) and run.precision in (wanted or [run.precision])]
+        # The cast of an input is no line of the source: no patch where a run passes without it.
+        trials = [(run, best_input_trial(run)) for run in failing]
+        self.by_input = [(run, trial) for run, trial in trials if trial is not None and trial.status == "ok"]
+        self.failing = [run for run in failing if all(run is not repaired for repaired, _ in self.by_input)]
         self.device = self.scanned.runs[0].device
         self.files = OwnFiles(self.spec.name)
         names = [run.precision for run in self.failing] or None
@@ -177,7 +183,8 @@ class _Search:
     def _advance(self, state: State, analyzed: ScanResult) -> bool:
         """Another change at each place that fails, and at new ones if needed; whether any."""
         patched = self.patched(state)
-        sites = Sites(self.files, patched, self.device)
+        without_cast = [run.precision for run in self.failing if run.input_trials]
+        sites = Sites(self.files, patched, self.device, without_cast)
         failing = [run for run in analyzed.runs if fails(run)]
         for run in failing:
             sites.add(run, analyzed.diagnostics)
@@ -373,6 +380,7 @@ class _Search:
             changes=changes,
             diff="".join(unified_diff(f.source.text, f.text, shown_path(path)) for path, f in patched.items()),
             proven=[proven_by(run, runs.get(run.precision)) for run in self.failing],
+            by_input=[proven_by_input(run, trial) for run, trial in self.by_input],
             outputs_equal=trial.outputs == self.bits.outputs if trial and self.bits.outputs else None,
             gradients_equal=trial.gradients == self.bits.gradients if trial and self.bits.gradients else None,
             left_alone=[] if passes else list(self.left_alone.values()),

@@ -8,6 +8,7 @@ from lowprec_check.report.blocks import Block, CodeBlock, Column, Document, Head
 from lowprec_check.report.feature_parts import Section
 from lowprec_check.report.foreign_text import visible_text
 from lowprec_check.schema.fixing import Fixing
+from lowprec_check.schema.registry import choices
 from lowprec_check.schema.scan_result import ScanResult
 from lowprec_check.schema.statements import Statement, Tone, agree, counted, fill, say
 
@@ -23,6 +24,14 @@ _PROVEN = [
         "text",
         "Further inputs on which the source passes with the patch, of those tried; without it if there is none.",
     ),
+]
+
+
+_BY_INPUT = [
+    Column("precision", "run"),
+    Column("in fp32", "text", "The inputs that are not cast."),
+    Column("error before", "error"),
+    Column("error after", "error"),
 ]
 
 
@@ -54,6 +63,12 @@ def fix_blocks(fixing: Fixing) -> Iterator[Block]:
             errors = [proof.error_before, proof.error_after, proof.tolerance]
             rows.append(Row([proof.precision, proof.before, proof.after, *errors, further]))
         yield Table(_PROVEN, rows, "precisions before and after the patch")
+    if fixing.by_input:
+        rows = [
+            Row([repair.precision, choices(repair.inputs, "and"), repair.error_before, repair.error_after])
+            for repair in fixing.by_input
+        ]
+        yield Table(_BY_INPUT, rows, "precisions that pass with an input in fp32")
     if fixing.changes:
         columns = [Column("line", "source"), Column("change"), Column("findings"), Column("what", "sentence")]
         rows = [
@@ -103,6 +118,10 @@ def _verdict(fixing: Fixing) -> tuple[str, Tone]:
         others = " lowprec-check scan --train tries other loss scales and ways to train."
         return f"{reason}: {ends} {before}.{tolerance}{others}", "bad"
     if not fixing.proven:
+        if fixing.by_input:
+            names = choices([repair.precision for repair in fixing.by_input], "and")
+            passes = agree(len(fixing.by_input), "passes", "pass")
+            return f"No patch is needed: {names} {passes} without the cast of the input named.", "good"
         return "Nothing to fix: each precision passes.", "good"
     names = ", ".join(proof.precision for proof in fixing.proven)
     passes = agree(len(fixing.proven), "passes", "pass")

@@ -16,7 +16,7 @@ def patch(result: ScanResult) -> Iterator[Made]:
     """Lines of the user's code to patch, which may be less than a plan; none was tried."""
     if result.fixing or not result.is_forward or result.evidence == "predicted":
         return
-    if ".py" not in result.target or not searched_plan(result):
+    if ".py" not in result.target or not searched_plan(result) or (result.plan and result.plan.keep_fp32_inputs):
         return
     # Lines of installed packages are not the user's to patch.
     rows = [culprit.row for run in result.runs if fails(run) for culprit in culprits(run)]

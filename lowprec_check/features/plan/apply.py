@@ -58,6 +58,7 @@ def apply(model: Model, plan: Plan | str | Path) -> Model:
             "Move the model, or search a plan for its device.",
         )
     application, kind = application_of(PRECISIONS.get(plan.base)), device_type(plan.device)
+    application.keep_fp32_inputs = tuple(plan.keep_fp32_inputs)
     application.apply(model, kind, plan.keep_fp32)
     application.make_standalone(model, kind)
     return model

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from torch import Tensor, nn
 
+from lowprec_check.analysis.error_shares import best_input_trial
 from lowprec_check.analysis.run_summary import plan_starts
 from lowprec_check.analysis.snippet import snippet
 from lowprec_check.analysis.suspects import blame
@@ -155,6 +156,7 @@ def make_plan(proposal: Proposal, proposer: Proposer, machine: dict[str, Any], n
         memory_format=run.memory_format,
         evidence=run.evidence,
         keep_fp32=run.keep_fp32,
+        keep_fp32_inputs=run.keep_fp32_inputs,
         untied=run.untied,
         minimal=proposal.minimal,
         unconfirmed=len(proposal.untried),
@@ -180,6 +182,7 @@ def make_plan(proposal: Proposal, proposer: Proposer, machine: dict[str, Any], n
             describe_target(target, proposer.fp32),
             run.keep_fp32,
             run.untied,
+            keep_fp32_inputs=run.keep_fp32_inputs,
             torch_version=str(machine.get("torch") or ""),
         ),
     )
@@ -187,16 +190,21 @@ def make_plan(proposal: Proposal, proposer: Proposer, machine: dict[str, Any], n
 
 def plan_for_scan(batches: Sequence[TargetRuns], result: ScanResult, *, wanted: bool | None) -> ScanResult:
     """``result`` with what was tried for its failing runs, and the best plan for all batches."""
-    # Unless it is asked for, the search is quick, made only if no run passed, and ends at a plan.
+    # Unless it is asked for, the search is quick, made only if no run passed, and ends at a plan. A
+    # run that passes with an input in fp32 needs no search for modules.
     runs = result.runs
-    failing = {(run.precision, run.backend): run for run in plan_starts(runs, wanted=wanted)}
+    starts = plan_starts(runs, wanted=wanted)
+    if wanted is None:
+        tried = [(run, best_input_trial(run)) for run in plan_starts(runs, wanted=True)]
+        starts = [run for run, trial in tried if trial is not None and trial.status == "ok"] or starts
+    failing = {(run.precision, run.backend): run for run in starts}
     backends = dict.fromkeys(backend for _, backend in failing)
     bases = [(base.name, backend) for backend in backends for base in plan_bases()]
     proposer = Proposer(batches, Objective(runs[0]), Limits() if wanted else QUICK, explains=True)
     proposals: list[Proposal] = []
     for proposal in proposer.propose_each([failing[base]] for base in bases if base in failing):
         proposals.append(proposal)
-        if proposal.run is not None and not wanted:
+        if proposal.run is not None and not wanted and proposal.run.keep_fp32:
             break
     result = msgspec.structs.replace(result, attempts=[proposal.attempt for proposal in proposals])
     winner = best(proposals)

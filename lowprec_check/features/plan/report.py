@@ -48,8 +48,8 @@ def plan_document(planning: Planning) -> Document:
         blocks.append(Say(said.text, "warn", "note"))
     if plan is not None:
         change = "as it is"
-        if plan.keep_fp32:
-            change = f"with {in_fp32(plan.keep_fp32, len(plan.modules), plan)}"
+        if plan.kept:
+            change = f"with {in_fp32(plan, len(plan.modules), plan)}"
         name = qualified(plan.base, plan.backend, plan.memory_format)
         verdict = Say(f"Use {name} {change}", "good", "verdict")
         if (plan.speedup or 1.0) < 1 / ALIKE:
@@ -107,14 +107,14 @@ def _course(plan: Plan) -> Iterator[Sentence]:
             yield say("without any one of {tried:number} of them the model fails", tried=tried)
         words = "not tried alone, as predicted to be needed: {untried:count module}"
         yield say(words, untried=plan.unconfirmed)
-    elif plan.keep_fp32:
-        yield plain(f"without {agree(tried, 'it', 'any one of them')} the model fails")
+    elif plan.kept:
+        yield plain(f"without {agree(len(plan.kept), 'it', 'any one of them')} the model fails")
 
 
 def _recommended_plan(result: ScanResult, said: Sequence[Statement]) -> list[Block]:
     """Why its modules stay in fp32, if the plan is recommended."""
     best, plan = result.recommendation, result.plan
-    if best is None or plan is None or best.keep_fp32 != plan.keep_fp32:
+    if best is None or plan is None or best.kept != plan.kept:
         return []
     return kept_modules(plan)
 

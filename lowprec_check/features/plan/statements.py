@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from lowprec_check.analysis.error_shares import best_input_trial
 from lowprec_check.analysis.recommend import recommended_run
-from lowprec_check.analysis.run_summary import failed_search, is_plan_of, passes_all
+from lowprec_check.analysis.run_summary import degenerate_output, failed_search, is_plan_of, passes_all
 from lowprec_check.analysis.statements.kinds import Made, per_run
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import chained, say, say_if
@@ -14,10 +15,24 @@ def plan_passes(run: Run, result: ScanResult) -> Made:
     """The modules that a plan keeps in fp32, with which this run passes."""
     for plan in result.runs:
         if is_plan_of(plan, run) and passes_all(plan, result.runs) and plan.keep_fp32:
-            passes = say("with {kept:modules} in fp32 (the plan) it passes", kept=plan.keep_fp32)
+            passes = say("with {kept:modules} in fp32 (the plan) it passes", kept=plan.kept)
             error = say_if(plan.rel_l2 is not None, ", error {error:error}", error=plan.rel_l2)
             return chained(passes, error, between="")
     return None
+
+
+@per_run("fp32-inputs", "error", after="unknown-cause")
+def _inputs(run: Run, result: ScanResult) -> Made:
+    """What not casting an input changed, in a plain run."""
+    trial = best_input_trial(run)
+    if trial is None or degenerate_output(run, result.runs) is not None:
+        return None
+    passes = " and it passes" if trial.status == "ok" else ""
+    if run.rel_l2 is None:
+        words = f"with {{inputs:names}} in fp32 the output is finite, error {{after:error}}{passes}"
+        return say(words, inputs=trial.inputs, after=trial.rel_l2)
+    words = f"with {{inputs:names}} in fp32 the error is {{after:error}}, not {{before:error}}{passes}"
+    return say(words, inputs=trial.inputs, after=trial.rel_l2, before=run.rel_l2)
 
 
 @per_run("no-plan", "advice", after="verdict")
@@ -34,6 +49,6 @@ def _no_plan(run: Run, result: ScanResult) -> Made:
 
 @per_run("kept", "advice", after="setup", basis=90)
 def kept(run: Run, result: ScanResult) -> Made:
-    """The modules that the recommendation keeps in fp32."""
+    """What the recommendation keeps in fp32."""
     is_best = run is recommended_run(result)
-    return say_if(is_best and run.keep_fp32, "kept in fp32: {kept:modules}", kept=run.keep_fp32)
+    return say_if(is_best and run.kept, "kept in fp32: {kept:modules}", kept=run.kept)

@@ -18,6 +18,7 @@ from lowprec_check.analysis.statements.status import why
 from lowprec_check.analysis.suspects import Suspects, at_fault, constants, suspects
 from lowprec_check.core.target_runs import TargetRuns
 from lowprec_check.engine.model.prepared import shared_weights
+from lowprec_check.features.plan.input_trials import InputTrials, is_input_suspect
 from lowprec_check.features.plan.minimize import SearchResult, Trials, Verdict, search
 from lowprec_check.process import system
 from lowprec_check.schema.axes import lowers_precision
@@ -175,6 +176,8 @@ class _Search:
         batch, self.failing = next(
             pair for pair in zip(proposer.batches, runs, strict=False) if not proposer.objective.reached(pair[1])
         )
+        self.inputs: tuple[str, ...] = ()
+        """The inputs that are not cast."""
         # A scan has analyzed its runs.
         if not proposer.explains:
             self.failing = self._run(batch, (), instrumented=True)
@@ -190,7 +193,15 @@ class _Search:
         # What an error must not exceed is not known of a metric: then nothing is predicted.
         tolerance = self.failing.tolerance if self.proposer.objective.fp32_metric is None else None
         most_alone = self.proposer.limits.most_alone
-        result = search(self.tree, suspects(self.failing), self.trials, self._explain, tolerance, most_alone)
+        result = None
+        if is_input_suspect(self.failing):
+            result = self._with_inputs()
+        if result is None:
+            result = search(self.tree, suspects(self.failing), self.trials, self._explain, tolerance, most_alone)
+        if result.keep is None and self._needs_inputs():
+            result = search(self.tree, suspects(self.failing), self.trials, self._explain, tolerance, most_alone)
+        if result.keep:
+            self._without_inputs(result.keep)
         run = None
         attempt: dict[str, Any] = {}
         if result.keep is not None:
@@ -216,6 +227,49 @@ class _Search:
             stopped=self.trials.stopped,
             evidence=tuple(self.evidence),
         )
+
+    def _with_inputs(self) -> SearchResult | None:
+        """Try inputs in fp32: the result if the base passes with them, and no module. Those that
+        at least halve its error stay in fp32 in the search for modules.
+        """
+        tried = self._try_inputs(self.failing, ())
+        self.inputs = tried.best
+        if tried.passes and self._try(()).any_low:
+            self.trials.first_pass = self.trials.count
+            return SearchResult((), True)
+        error = min((trial.rel_l2 or math.inf for trial in tried.trials), default=math.inf)
+        if tried.passes or (self.failing.rel_l2 is not None and error > self.failing.rel_l2 / 2):
+            self.inputs = ()
+        if self.inputs:
+            self.failing = self._run(self.order[0], (), instrumented=True)
+            self.evidence.append(self.failing)
+        return None
+
+    def _needs_inputs(self) -> bool:
+        """Whether the base passes with inputs in fp32 besides all modules, which then stay so."""
+        everything = self.tree.normalized(self.tree.children(""))
+        failed = self.failed.get(everything)
+        if self.inputs or failed is None or self.trials.stopped is not None or not is_input_suspect(failed):
+            return False
+        tried = self._try_inputs(failed, everything)
+        if tried.passes:
+            self.inputs = tried.best
+            self.failing = self._run(self.order[0], (), instrumented=True)
+            self.evidence.append(self.failing)
+            count, self.trials = self.trials.count, Trials(self.tree, self._try, self.proposer.stop_reason)
+            self.trials.count = count
+        return tried.passes
+
+    def _try_inputs(self, failed: Run, keep: Keep) -> InputTrials:
+        tried = InputTrials(self.proposer.batches, failed, self.proposer.objective.reached, keep)
+        self.trials.count += len(tried.trials)
+        return tried
+
+    def _without_inputs(self, keep: Keep) -> None:
+        """Cast all inputs if the base passes with the modules ``keep`` alone."""
+        needed, self.inputs = self.inputs, ()
+        if needed and not self._try(keep).passes:
+            self.inputs = needed
 
     def _try(self, keep: Keep) -> Verdict:
         """Try ``keep`` on every batch, first on the one that failed last."""
@@ -258,7 +312,8 @@ class _Search:
     def _run(self, batch: TargetRuns, keep: Keep, *, instrumented: bool) -> Run:
         """A run with ``keep`` in fp32, up to the first call that fails unless a metric decides."""
         how: Any = {"measured": False, "status_only": self.proposer.objective.fp32_metric is None}
-        return batch.run(self.base, self.backend, keep_fp32=keep, instrumented=instrumented, **how)
+        kept: Any = {"keep_fp32": keep, "keep_fp32_inputs": self.inputs}
+        return batch.run(self.base, self.backend, **kept, instrumented=instrumented, **how)
 
     def _show_trial(self, keep: Keep, how: str) -> None:
         count, limits, best = self.trials.count, self.proposer.limits, self.trials.best
@@ -284,7 +339,8 @@ class _Search:
         for batch in self.proposer.batches:
             first = not runs
             analyzed = first and self.proposer.explains
-            runs.append(batch.run(self.base, self.backend, keep_fp32=keep, measured=first, instrumented=analyzed))
+            kept: Any = {"keep_fp32": keep, "keep_fp32_inputs": self.inputs}
+            runs.append(batch.run(self.base, self.backend, **kept, measured=first, instrumented=analyzed))
         worst = max(runs, key=error_of)
         plan = msgspec.structs.replace(
             runs[0], precision=PLAN, base=self.base, untied=[], output_error=worst.output_error
@@ -300,7 +356,7 @@ class _Search:
     def _outcome(self, result: SearchResult) -> str:
         if result.keep is not None:
             early = " (search stopped early)" if self.trials.stopped is not None else ""
-            return f"passes with {some(result.keep)} in fp32{early}"
+            return f"passes with {some([*self.inputs, *result.keep])} in fp32{early}"
         if self.trials.stopped is not None:
             return f"{STOPPED_WITHOUT_PLAN} {self.trials.stopped}"
         if not self.tree.types:

@@ -442,8 +442,8 @@ def test_an_input_that_16_bits_cannot_hold_is_explained(call: Call, tmp_path: Pa
     found = fixed(call, file, "-p", precision, "--further-inputs", "0")
     assert not found.passes
     assert [its.reason for its in found.left_alone if (its.op or "").startswith("cast input")] == [
-        "the input is cast before the model runs: pass it in fp32"
-        + (", or scale it before the cast" if precision == "half" else "")
+        "the input is cast before the model runs; no input in fp32 makes it pass"
+        + (", so scale it first" if precision == "half" else "")
     ]
     assert "to_copy" not in {its.op for its in found.left_alone}
 
@@ -571,3 +571,15 @@ def test_a_saved_scan_is_of_what_is_to_be_fixed(call: Call, tmp_path: Path, argu
 def test_the_text_of_a_patch_is_whole() -> None:
     line = f"+x = {' + '.join(['value'] * 200)}"
     assert line in text(Document("", [CodeBlock(line)]), width=80)
+
+
+def test_a_run_that_passes_with_an_input_in_fp32_needs_no_patch(call: Call, tmp_path: Path) -> None:
+    stamps = "inputs = (inputs, 900 + 100 * torch.rand(4, 1, generator=torch.Generator().manual_seed(1)))\n"
+    body = "return self.fc(x + t.float().cos().to(x.dtype))"
+    file = write(tmp_path, body, head=HEAD.replace("(self, x)", "(self, x, t)"), tail=TAIL + stamps)
+    found = fixed(call, file, "-p", "bfloat16", "--further-inputs", "0")
+    assert found.passes
+    assert not found.due
+    assert [(repair.precision, repair.inputs) for repair in found.by_input] == [("bfloat16", ["inputs[1]"])]
+    assert found.by_input[0].error_after is not None
+    assert found.by_input[0].error_after < 0.05 < (found.by_input[0].error_before or 1.0)
