@@ -427,9 +427,15 @@ def test_a_way_out_names_a_search_only_where_there_was_none() -> None:
 
 def test_modules_inside_those_that_a_plan_keeps_are_in_fp32_too() -> None:
     paths = ["layers", "layers.0", "layers.1", "layers.1.norm", "layers10", "head"]
-    plan = msgspec.structs.replace(shared_result("").plan, modules=dict.fromkeys(["", *paths], "Linear"))
-    assert in_fp32(["layers"], 7, plan) == "4 of 6 modules in fp32"
-    assert in_fp32(["layers", "head"], 7, None) == "2 of 6 modules in fp32"
+    plan = shared_result("").plan
+    assert plan is not None
+    plan = msgspec.structs.replace(plan, modules=dict.fromkeys(["", *paths], "Linear"), keep_fp32=["layers"])
+    assert in_fp32(plan, 7, plan) == "4 of 6 modules in fp32"
+    two = msgspec.structs.replace(plan, keep_fp32=["layers", "head"])
+    assert in_fp32(two, 7, None) == "2 of 6 modules in fp32"
+    both = msgspec.structs.replace(two, keep_fp32_inputs=["timestep"])
+    assert in_fp32(both, 7, None) == "timestep and 2 of 6 modules in fp32"
+    assert in_fp32(msgspec.structs.replace(both, keep_fp32=[]), 7, None) == "timestep in fp32"
 
 
 def test_the_inputs_of_a_run_are_its_batches_and_further_ones() -> None:
@@ -888,7 +894,7 @@ class OfLargeInputs(nn.Module):
         (
             OfLargeInputs(),
             torch.randn(64, 8) + 3000.0,
-            "pass the input in fp32, or scale it before the cast: that cast alone exceeds the tolerance",
+            "find the inputs and modules to keep in fp32: lowprec-check plan",
         ),
         (nn.Sequential(LargeSum()), torch.randn(4, 8), "find the modules to keep in fp32: lowprec-check plan"),
     ],
