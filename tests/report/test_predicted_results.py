@@ -30,7 +30,7 @@ from lowprec_check.report.matrix import matrix_document
 from lowprec_check.report.registry import FORMATS, format_of, render
 from lowprec_check.schema.matrix import Matrix, MatrixCell
 from lowprec_check.schema.measures import Latency, Timing, TimingConditions
-from lowprec_check.schema.op_calls import OpCalls, fallback_of
+from lowprec_check.schema.op_calls import OpCall, OpCalls, fallback_of, to_columns
 from lowprec_check.schema.plan import Plan, Planning
 from lowprec_check.schema.precisions import low_precisions
 from lowprec_check.schema.run_key import RunKey
@@ -289,6 +289,13 @@ def test_the_share_of_ops_that_are_known(known: list[str], assumed: list[str], t
     run = msgspec.structs.replace(a_prediction("half"), known_ops=known, assumed_ops=assumed)
     result = msgspec.structs.replace(RESULT, runs=[run], recommendation=None)
     assert prediction_text(result).endswith(f"; {text}")
+
+
+def test_casts_and_moves_in_16_bits_are_ops_that_ran() -> None:
+    run = msgspec.structs.replace(a_prediction("half"), known_ops=[], assumed_ops=[])
+    cast = to_columns([OpCall("cast input", dtypes="f32→f16")])
+    result = msgspec.structs.replace(RESULT, runs=[msgspec.structs.replace(run, op_calls=cast)], recommendation=None)
+    assert prediction_text(result).endswith("; no op in 16 bits needs to be in the catalog")
 
 
 @pytest.mark.parametrize(

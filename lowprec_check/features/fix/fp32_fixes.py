@@ -104,9 +104,11 @@ def _widened(site: Site, scene: Scene, top: ast.expr) -> tuple[frozenset[ast.exp
 
     def enter(node: ast.expr) -> bool:
         callee = scene.callee(node)
-        # a cast module is called with its weights in fp32
-        is_module = callee is not None and callee.kind == "module" and (site.cast or not callee.name)
-        if isinstance(node, ast.Call) and callee is not None and is_module:
+        # a cast module is called with its weights in fp32, if it has weights or buffers
+        has_values = False
+        if callee is not None and callee.kind == "module":
+            has_values = site.cast if callee.name else bool(callee.parts)
+        if isinstance(node, ast.Call) and callee is not None and has_values:
             if callee.training and callee.parts:  # its buffers would be copies, which a call updates in vain
                 return False
             more = _functional_call(site.source, node, bool(callee.parts))

@@ -119,6 +119,7 @@ CASES = {
     "overflow": ("h = self.fc(x) * 400\nreturn h / h.pow(2).mean(-1, keepdim=True).sqrt()", "h.float().pow(2)"),
     "kernel": ("h = self.fc(x)\nreturn torch.linalg.qr(h.T @ h)[1]", "qr((h.T @ h).float())[1].to(h.dtype)"),
     "factory": ("h = self.fc(x)\nw = torch.eye(8)\nreturn h @ w", "torch.eye(8, dtype=x.dtype)"),
+    "no weights": ("h = self.fc(x) * 600\nreturn nn.LPPool1d(2, 4)(h) / 600", "nn.LPPool1d(2, 4)(h.float())"),
     "written": ("out = torch.zeros(4, 8)\nout[torch.arange(4)] = self.fc(x)\nreturn out + 1",
                 "out[torch.arange(4)] = self.fc(x).to(out.dtype)"),
     "in place": ("h = self.fc(x) * 300\nh *= h\nreturn h.mean(-1, keepdim=True).sqrt() + self.fc(x)",
