@@ -205,9 +205,12 @@ def _with_other_rows(target: Target, generator: torch.Generator) -> Target | Non
     """The batch with its rows drawn with replacement; ``None`` if that is not possible."""
     if target.loss is not None and required_arguments(target.loss) <= 1:
         return None  # labels in the file belong to the rows as they are
-    # Rows exist if all tensors have the same first size.
+    # Rows exist if all tensors have the same first size; a sparse one is a graph of the rows.
     batch = (target.args, target.kwargs, target.targets)
-    sizes = {tensor.shape[0] for _, tensor in leaves(batch) if tensor.layout == torch.strided and tensor.ndim}
+    tensors = [tensor for _, tensor in leaves(batch) if tensor.ndim]
+    if any(tensor.layout != torch.strided for tensor in tensors):
+        return None
+    sizes = {tensor.shape[0] for tensor in tensors}
     if len(sizes) != 1 or (rows := sizes.pop()) < 2:
         return None
     index = torch.randint(rows, (rows,), generator=generator)

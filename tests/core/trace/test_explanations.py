@@ -239,6 +239,15 @@ def test_infinity_is_not_the_largest_number() -> None:
     assert same_bits([torch.tensor([math.nan, math.inf])], [torch.tensor([math.nan, math.inf])])
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_sparse_tensors_are_compared_by_what_they_store(layout: torch.layout) -> None:
+    sparse, other = (torch.tensor([[0.0, value], [2.0, 0.0]]).to_sparse(layout=layout) for value in (1.0, 3.0))
+    assert same_bits([sparse], [sparse.clone()])
+    assert not same_bits([sparse], [other])
+    assert not same_bits([sparse], [sparse.to_dense()])
+
+
 def test_a_finite_value_in_place_of_an_infinity_is_an_infinite_error() -> None:
     found = compare_outputs([torch.tensor([1.0, 65504.0])], [torch.tensor([1.0, math.inf])])
     assert (found.nonfinite, found.distance) == (False, math.inf)

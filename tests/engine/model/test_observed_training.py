@@ -501,6 +501,29 @@ def test_what_a_script_does_between_its_steps_is_told_by_its_losses(
     assert [note[: len(start)] for note, start in zip(notes, expected, strict=True)] == expected
 
 
+def test_a_script_may_train_on_a_sparse_graph(here: Path, write: Write) -> None:
+    body = """
+graph = torch.eye(96).roll(1, 0).to_sparse()
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+    def forward(self, x, graph):
+        return torch.spmm(graph, self.layer(x))
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    F.cross_entropy(model(X, graph), Y).backward()
+    optimizer.step()
+"""
+    losses, _ = run_as_it_is(write(HEAD + body, "train.py"))
+    target = load_target("train.py", steps=3)
+    assert target.observed is not None
+    assert list(target.observed.losses) == losses
+    assert len(target.observed.batches) == 1  # the graph is the same in each step
+
+
 def test_a_script_that_gives_its_optimizer_more_parameters_is_observed_until_then(here: Path, write: Write) -> None:
     body = ONE_MODEL.replace("model.parameters()", "model[3].parameters()").replace(
         "    loss =",

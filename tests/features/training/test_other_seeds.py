@@ -129,6 +129,14 @@ def test_rows_are_drawn_with_their_targets() -> None:
     assert torch.equal(batch.args[0] * 2, batch.targets[0])
 
 
+def test_the_rows_of_a_sparse_graph_stay() -> None:
+    graph, x = torch.eye(8).to_sparse(), torch.randn(8, 4)
+    target = make_target(nn.Linear(4, 2), x, loss=lambda output, graph: torch.mm(graph, output).square().mean())
+    (batch,) = seeds_of(target._replace(targets=(graph,))).start(1)
+    assert torch.equal(batch.args[0], x)
+    assert batch.targets[0] is graph
+
+
 @pytest.mark.parametrize(("factor", "varied"), [(1.0, True), (4.0, False)])
 def test_weights_that_are_not_as_their_modules_initialize_them_stay(factor: float, varied: bool) -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4))
