@@ -302,10 +302,24 @@ for x, y in batches():
 """By kind; each makes its steps in fp32."""
 
 REFUSED = {
-    "an update without an optimizer": (
-        "for x, y in batches():\n    F.cross_entropy(model(x), y).backward()\n    with torch.no_grad():\n"
-        "        for p in model.parameters():\n            p -= 0.1 * p.grad\n            p.grad = None\n",
-        "makes no step of a torch.optim.Optimizer",
+    "gradients that nothing uses": (
+        "for x, y in batches():\n    F.cross_entropy(model(x), y).backward()\n",
+        "makes no step of a torch.optim.Optimizer with the gradients that it computes: observed are 3 calls of models "
+        "and 3 of backward()",
+    ),
+    "an update by hand that is no SGD": (
+        "for x, y in batches():\n    F.cross_entropy(model(x), y).backward()\n    for p in model.parameters():\n"
+        "        p.data -= 0.1 * p.grad.sign()\n        p.grad.zero_()\n",
+        "train.py:16 changes weights",
+    ),
+    "a climb before the step": (
+        "for x, y in batches():\n    F.cross_entropy(model(x), y).backward()\n"
+        "    before = [p.detach().clone() for p in model.parameters()]\n"
+        "    for p in model.parameters():\n        p.data += p.grad\n    model.zero_grad()\n"
+        "    F.cross_entropy(model(x), y).backward()\n"
+        "    for p, own in zip(model.parameters(), before):\n        p.data = own\n"
+        "    optimizer.step()\n    model.zero_grad()\n",
+        "train.py:17 changes weights between the backward passes of a step",
     ),
     "gradients that the script changes": (
         "for x, y in batches():\n    F.cross_entropy(model(x), y).backward()\n    for p in model.parameters():\n"
@@ -484,6 +498,83 @@ for x, y in batches():
     print(loss.item())
     optimizer.step()
 """
+SCRIPTS["a call of forward"] = """
+class Net(nn.Linear):
+    def forward(self, x):
+        return torch.mm(x, self.weight.T) + self.bias
+model = Net(8, 3)
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+for x, y in batches():
+    loss = F.cross_entropy(model.forward(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+SCRIPTS["calls of other methods"] = """
+class Agent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.actor, self.critic = nn.Linear(8, 16), nn.Linear(16, 3), nn.Linear(16, 1)
+        self.reset()
+    def reset(self):
+        nn.init.orthogonal_(self.actor.weight, 0.1)
+    def value(self, x):
+        return self.critic(self.body(x).tanh())[:, 0]
+    def evaluate(self, x, y):
+        scores = torch.distributions.Categorical(logits=self.actor(self.body(x).tanh()))
+        return scores.log_prob(y), scores.entropy(), self.value(x)
+model = Agent()
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+for x, y in batches():
+    with torch.no_grad():
+        wanted = x.sum(1) - model.value(x)
+    chosen, entropy, value = model.evaluate(x, y)
+    loss = -(chosen * wanted).mean() - 0.01 * entropy.mean() + (value - wanted).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+SCRIPTS["methods that keep what they compute"] = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.seen = nn.Linear(8, 3), []
+    def take(self, x):
+        self.x = x
+    def compute(self):
+        self.out = self.body(self.x)
+        self.seen.append(self.out.square().mean())
+        return self.out.tanh()
+    def add_loss(self, loss):
+        return loss + sum(self.seen)
+    def learn(self, loss):
+        optimizer.zero_grad()
+        self.add_loss(loss).backward()
+        optimizer.step()
+        self.seen.clear()
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x, y in batches():
+    model.take(x)
+    model.learn(F.cross_entropy(model.compute(), y) + model.out.mean())
+"""
+BY_HAND = {
+    "p.data": "    for p in model.parameters():\n        p.data.add_(p.grad, alpha=-0.1)\n    model.zero_grad()\n",
+    "zeroed before the next loss": "    for p in model.parameters():\n        p.data = p.data - 0.1 * p.grad\n"
+    "        p.grad.zero_()\n",
+    "no_grad": "    with torch.no_grad():\n        for p in model.parameters():\n            p -= 0.1 * p.grad\n"
+    "            p.grad = None\n",
+    "weight decay and a rate that falls": "    with torch.no_grad():\n        for p in model.parameters():\n"
+    "            p.sub_((p.grad + 0.1 * p) * (0.1 / (1 + step)))\n    model.zero_grad()\n",
+    "momentum": "    with torch.no_grad():\n        for p, v in zip(model.parameters(), moments):\n"
+    "            v.mul_(0.9).add_(p.grad)\n            p -= 0.1 * v\n    model.zero_grad()\n",
+    "clipping": "    nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n    with torch.no_grad():\n"
+    "        torch._foreach_sub_([*model.parameters()], [0.1 * p.grad for p in model.parameters()])\n"
+    "    model.zero_grad()\n",
+    "frozen weights": "    with torch.no_grad():\n        for p in model[3].parameters():\n"
+    "            p -= 0.1 * p.grad\n    model.zero_grad()\n",
+}
+"""Updates that SGD makes too, by how they are written."""
 REFUSED["an optimizer that needs a closure"] = (
     "optimizer = torch.optim.LBFGS(model.parameters())\nfor x, y in batches():\n    def closure():\n"
     "        optimizer.zero_grad()\n        loss = F.cross_entropy(model(x), y)\n        loss.backward()\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -20,6 +21,10 @@ from lowprec_check.torchkit.source_location import own_line
 _AUTOCASTS = ("cpu", "cuda", "xpu", "mps")
 NUMBERS = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__")
 """Methods that turn a tensor into something that no function of torch sees."""
+
+
+_OF_MODULES = vars(nn.Module()).keys()
+"""Attributes that every module has."""
 
 
 class UnrepeatableError(Exception):
@@ -44,6 +49,10 @@ class Node:
     """Of a model: what restores the random numbers that it draws."""
     results: list[Tensor] = dataclasses.field(default_factory=list)
     made: list[int] = dataclasses.field(default_factory=list)  # versions of the results
+    method: str = ""
+    """The method of the model that is called; empty for the model itself."""
+    inside: Sequence[Node] = ()
+    """What a method of a model called."""
     draws: bool = False
     """Whether a function of tensors without gradients draws random numbers."""
     is_in_fp32: bool = False
@@ -86,10 +95,45 @@ class Node:
         """Ids of the tensors that it makes or changes."""
         return {id(tensor) for tensor in (*self.results, *self.changed)}
 
+    def computes_like(self, module: nn.Module, inside: Sequence[Node], before: Sequence[Node]) -> bool:
+        """Whether a call of a method gives the results of ``inside`` again, from its arguments.
+
+        It must return something with gradients, change none of its arguments, and read no tensor
+        that the module keeps for it or that was computed ``before``.
+        """
+        if not any(tensor.grad_fn is not None for tensor in self.results):
+            return False
+        if any(node.is_in_fp32 or node.autocasts != self.autocasts for node in inside):
+            return False
+        if [version_of(tensor) for tensor in self.reads] != self.versions:
+            return False
+        arguments = {id(tensor) for tensor in self.reads}
+        others = {id(tensor) for node in before for tensor in node.results}
+        for part in module.modules():
+            state = {name: value for name, value in vars(part).items() if name not in _OF_MODULES}
+            others |= {id(tensor) for _, tensor in leaves(state)}
+        others -= arguments | {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        return not any(id(tensor) in others for node in inside for tensor in node.reads)
+
     def read_instead(self, tensor: Tensor, copy: Tensor) -> None:
         """Let it read a copy of ``tensor``."""
         self.args, self.kwargs = map_tensors((self.args, self.kwargs), lambda arg: copy if arg is tensor else arg)
         self.reads = [copy if read is tensor else read for read in self.reads]
+
+
+def opened(nodes: Sequence[Node], losses: Iterable[Tensor]) -> list[list[Node]]:
+    """Each node, or what it called if that made a tensor which others read, or a loss."""
+    parts: list[list[Node]] = []
+    outside = {id(tensor) for tensor in losses} | {id(tensor) for node in nodes for tensor in node.reads}
+    for node in nodes:
+        made = {key for inner in node.inside for key in inner.written()}
+        if made & outside <= {id(tensor) for tensor in node.results}:
+            parts.append([node])
+        else:
+            read = [*losses, *(tensor for other in nodes for tensor in other.reads)]
+            parts.append(list(itertools.chain(*opened(node.inside, read))))
+        node.inside = ()
+    return parts
 
 
 def autocasts_now() -> dict[str, torch.dtype]:
@@ -119,6 +163,10 @@ class CallRecorder(TorchFunctionMode):
         """Of tensors that were read and changed later, by id and version."""
         self.on = False
         self.is_paused = False
+        self.bytes = 0
+        """Of the tensors that were recorded; a view counts like a copy."""
+        self.on_change: Callable[[Tensor, str | None], None] = lambda _tensor, _line: None
+        """Called for each tensor that is changed in place, with the line."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.on:
@@ -128,6 +176,9 @@ class CallRecorder(TorchFunctionMode):
     def recorded(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a call; recorded if it makes tensors of tensors, or numbers of them."""
         node = Node.of(call, args, kwargs)
+        is_given_data = getattr(call, "__self__", None) is Tensor.data and node.name == "__set__"
+        for tensor in [*node.changed, *args[:is_given_data]]:
+            self.on_change(tensor, node.line)
         # A call that is repeated later needs the values which it read, before they are overwritten
         for tensor in node.changed:
             place = id(tensor), version_of(tensor)
@@ -148,8 +199,20 @@ class CallRecorder(TorchFunctionMode):
         node.results = [tensor for _, tensor in leaves(result)]
         node.made = [version_of(tensor) for tensor in node.results]
         if node.reads and (node.written() or node.name in NUMBERS):
-            self.nodes.append(node)
+            self.add(node)
         return result
+
+    def add(self, node: Node) -> None:
+        """Keep a call, once it is made."""
+        self.nodes.append(node)
+        self.bytes += sum(tensor.nbytes for tensor in node.results)
+        self.bytes += sum(tensor.nbytes for _, tensor in leaves(node.given))
+
+    def forget(self) -> None:
+        """Free all that was recorded."""
+        self.on, self.bytes = False, 0
+        self.nodes.clear()
+        self.copies.clear()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

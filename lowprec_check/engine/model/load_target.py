@@ -163,7 +163,7 @@ def _load_from_module(spec: str, inputs: tuple[str, ...], steps: int) -> Target:
         # The script may call a model that it does not define at its top level
         if is_script and script is None:
             script = run_script(Path(path), module.__package__, steps)
-        if script is None or script.ran.call is None:
+        if script is None or not script.ran.uses_model:
             raise error from None
         return _target_of_call(script.ran.call, script, inputs, steps)
     made_at = file_start(module)
@@ -238,7 +238,7 @@ def _target_of_training(training: ObservedTraining, script: UserModule, inputs: 
         calls[0],
         source=training.line,
         taken=f"the training step that the script makes at {training.line}",
-        setup=(f"# in the step at {training.line}: {names}",),
+        setup=tuple(filter(None, [f"# in the step at {training.line}: {names}", training.optimizer_code])),
         notes=(*training.notes, *script.ran.notes),
         loss=training.loss,
         optimizer=training.optimizer,
@@ -247,10 +247,11 @@ def _target_of_training(training: ObservedTraining, script: UserModule, inputs: 
     return target._replace(targets=training.batches[0].targets)
 
 
-def _target_of_call(call: ModelCall, script: UserModule, inputs: tuple[str, ...], steps: int) -> Target:
+def _target_of_call(call: ModelCall | None, script: UserModule, inputs: tuple[str, ...], steps: int) -> Target:
     """The target of the first call in a script, or of its ``steps`` of training if it makes any."""
     if script.ran.training is not None:
         return _target_of_training(script.ran.training, script, inputs)
+    assert call is not None
     module, notes = script.module, script.ran.notes
     new_inputs, parts = _given_inputs(module, inputs), _other_parts(module, inputs)
     if not steps and parts["loss"] is not None and required_arguments(parts["loss"]) > 1:

@@ -44,6 +44,15 @@ class _Step:
     model: str | None  # the name of the model that it calls
     phase: int
 
+    def call_in(self, root: nn.Module) -> Callable[..., Any]:
+        """What it calls: a function, a model inside ``root``, or a method of that."""
+        if self.model is None:
+            return self.node.call
+        model = root.get_submodule(self.model)
+        if self.node.method:
+            return getattr(model, self.node.method)  # type: ignore[no-any-return]
+        return model
+
 
 class Program:
     """The calls of models and functions that lead from ``trained`` weights to losses of ``plan``.
@@ -149,6 +158,8 @@ class Program:
         if len(self.calls) != 1 or len(self.losses) > 1 or len(self.plan[0].steps) > 1:
             return None
         (call,) = self.calls
+        if call.method:
+            return None
         own = {id(parameter) for parameter in call.call.parameters()}  # type: ignore[attr-defined]
         others = [tensor for node in self.nodes if node is not call for tensor in node.reads]
         is_leaf = all(id(tensor) in self._inputs for tensor in call.reads)
@@ -209,7 +220,9 @@ class Program:
         self.plan = [phase._replace(losses=()) for phase in self.plan]
         for step in self._steps:
             node = step.node
-            step.node = Node(node.call, (), {}, node.line, node.has_gradients, node.autocasts, [], [])
+            step.node = Node(
+                node.call, (), {}, node.line, node.has_gradients, node.autocasts, [], [], method=node.method
+            )
 
     def _placeholder(self, tensor: Tensor) -> Tensor:
         return self._keys.setdefault(id(tensor), torch.empty(0))
@@ -251,7 +264,7 @@ class Program:
                 if step.model == "":  # the only model
                     result = output if again is None else again()
                 else:
-                    call = step.node.call if step.model is None else root.get_submodule(step.model)
+                    call = step.call_in(root)
                     # The recording is made again as it was
                     if again is not None:
                         call = step.node.as_recorded(call)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import os
 import sys
 import threading
@@ -19,15 +20,23 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lowprec_check.engine.model.amp_calls import AmpCalls
-from lowprec_check.engine.model.call_recorder import CallRecorder, Node, UnrepeatableError
+from lowprec_check.engine.model.call_recorder import CallRecorder, Node, UnrepeatableError, opened
 from lowprec_check.engine.model.kept_files import replaced
 from lowprec_check.engine.model.loss_program import Backward, Phase, Program, copy_of
-from lowprec_check.engine.model.observed_training import ObservedStep, ObservedSteps, OptimizerStep
+from lowprec_check.engine.model.observed_training import (
+    CHECKED,
+    ONE_AUTOCAST,
+    ObservedStep,
+    ObservedSteps,
+    OptimizerStep,
+    StepRecord,
+)
 from lowprec_check.engine.model.optimizer_like import Clip, settings_of, takes_closure
 from lowprec_check.engine.model.snapshot import saved_tensor
+from lowprec_check.engine.model.weight_changes import Sgd, WeightChanges
 from lowprec_check.errors import message_of
 from lowprec_check.process import system
-from lowprec_check.torchkit.devices import generator_restorers
+from lowprec_check.torchkit.devices import MemoryLimit, free_memory, generator_restorers
 from lowprec_check.torchkit.pytree import leaves, map_tensors
 from lowprec_check.torchkit.source_location import own_line
 
@@ -38,15 +47,11 @@ SECONDS = 60.0
 """After the first call of a model, until its script is left with the steps that it has made."""
 
 _WAIT = 10
-"""Steps of an optimizer, after which another one that trains other weights is not waited for."""
+"""Steps of an optimizer, after which another one that trains other weights is not waited for; and
+backward passes without any."""
 
 _EVALUATED = 100
 """Calls without gradients that are kept: of an evaluation, unless a ``backward()`` follows."""
-
-_ONE_AUTOCAST = (
-    "the script makes several steps in one autocast block, so all of them use the casts of fp32 weights that the "
-    "first one made: `lowprec-check fix --train` fixes that; put printed code outside the block"
-)
 
 
 class ThreadObserver:
@@ -82,11 +87,18 @@ class StepObserver(ThreadObserver):
         super().__init__()
         self._amp = AmpCalls(lambda: self._recorder.is_paused)
         self._recorder = CallRecorder(self._amp.computed)
+        self._recorder.on_change = self._weight_changes
+        self._torch_call = nn.Module.__call__
         self._since: float | None = None
+        self._limit: MemoryLimit | None = None
+        """Of what is recorded of a step."""
+        self._weights = WeightChanges()
         self._backwards: list[Backward] = []
         self._cleared: list[tuple[int, frozenset[int]]] = []
         """After how many backward passes gradients were cleared, and of which parameters, by id."""
         self._clips: dict[int, list[Clip]] = {}  # by the number of backward passes before them
+        self._events = 0
+        """How many backward passes and steps there were."""
         self._in_autocast = False  # whether a step was made in the autocast block that is open
         self._made_steps: list[OptimizerStep] = []  # of the step that is not complete
         self.has_enough = False
@@ -130,53 +142,194 @@ class StepObserver(ThreadObserver):
             stack.enter_context(self._recorder)
             yield
         if not self._is_over:
+            self._leave = lambda: None  # it has ended itself
+            self._look_at_weights()
             self._end()
         self._is_over = True
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
         """The result of the user's call of a model, ``call(module, *args, **kwargs)``."""
-        self._since = self._since or system.monotonic()
         if self._recorder.is_paused:
             return call(module, *args, **kwargs)
+        self._limit_step()
         if self.has_enough:
-            if system.monotonic() - self._since > SECONDS:
-                self._leave()
             with self._recorder.paused():
                 return self._amp.computed(Node.of(module, args, kwargs), functools.partial(call, module))
-        # A step that has begun gets more time, so that one at least is complete
-        in_step = bool(self._recorder.nodes or self._backwards) and not self.found.steps
-        if system.monotonic() - self._since > SECONDS * (5 if in_step else 1):
-            self._end()
-            self.found.unlike = self.found.unlike or f"the script makes no more within {SECONDS:g} s"
-            if not self.found.steps:
-                self.give_up(f"no step of an optimizer is complete {SECONDS:g} s after the first call of a model")
-            self._leave()
         if not (torch.is_grad_enabled() or module.training):
             return call(module, *args, **kwargs)
         # Of a long evaluation nothing is needed: forget it
         is_trained = module.training and torch.is_grad_enabled()
         if not (is_trained or self._backwards) and len(self._recorder.nodes) > _EVALUATED:
             self._recorder.nodes.clear()
-        # The first step is made again from the state before it
-        if not self.found.steps:
-            self._save((*module.parameters(), *module.buffers()))
-            for inside in module.modules():
-                self.found.modes.setdefault(inside, inside.training)
+        self._begin_call(module)
         node = Node.of(module, args, kwargs)
         node.given = map_tensors((args, kwargs), copy_of)
         node.restore_generators = list(generator_restorers())
         self._amp.calls(module)
-        with self._recorder.paused(), replaced(nn.Module, "__call__", call):  # a compiler looks at it
+        with self._recorder.paused(), replaced(nn.Module, "__call__", self._torch_call):  # a compiler looks at it
             output = self._amp.computed(node, functools.partial(call, module))
         node.results = [tensor for _, tensor in leaves(output)]
-        self._recorder.nodes.append(node)
+        self._recorder.add(node)
         self._recorder.on = True
         return output
 
+    def method(
+        self, method: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The result of the user's call of a method; it counts if that can be called again."""
+        recorder = self._recorder
+        if self._is_elsewhere or self.has_enough or recorder.is_paused or not torch.is_grad_enabled():
+            return method(module, *args, **kwargs)
+        # The script is observed without the autocast that a method enters
+        if next(module.parameters(), None) is None or "autocast" in method.__code__.co_names:
+            return method(module, *args, **kwargs)
+        self._limit_step()
+        self._begin_call(module)
+        node, restorers = Node.of(module, args, kwargs), list(generator_restorers())
+        before, was_on, events = len(recorder.nodes), recorder.on, self._events
+        recorder.on = True
+        result = method(module, *args, **kwargs)
+        if self._events != events:  # it trains
+            return result
+        inside = recorder.nodes[before:]
+        node.results = [tensor for _, tensor in leaves(result)]
+        if inside and node.computes_like(module, inside, recorder.nodes[:before]):
+            node.method, node.inside, node.restore_generators = method.__name__, inside, restorers
+            node.given = map_tensors((args, kwargs), copy_of)
+            del recorder.nodes[before:]
+            recorder.add(node)
+        elif not any(isinstance(inner.call, nn.Module) for inner in inside):
+            recorder.on = was_on
+            if not was_on:
+                del recorder.nodes[before:]
+        return result
+
+    def _begin_call(self, module: nn.Module) -> None:
+        """Note what a call of a module starts from."""
+        self.found.calls += 1
+        self._look_at_weights(is_used=True)
+        # The first steps are made again from the state before them
+        record = self._record
+        if record is not None:
+            self._save((*module.parameters(), *module.buffers()))
+            for inside in module.modules():
+                record.modes.setdefault(inside, inside.training)
+
+    @property
+    def _record(self) -> StepRecord | None:
+        """That of the step which is made now, if it is made again later."""
+        records, number = self.found.records, len(self.found.steps)
+        if number >= CHECKED:
+            return None
+        if number == len(records):
+            records.append(StepRecord())
+        return records[-1]
+
+    def _limit_step(self) -> None:
+        """Leave a script that takes too long, or of which too much was recorded."""
+        # Gradients that nothing seems to use, as of a saliency map, are not kept for a later step
+        if len(self._backwards) >= _WAIT and not self._trains_soon():
+            self._forget_step()
+        now = system.monotonic()
+        self._since = self._since or now
+        self._limit = self._limit or MemoryLimit.half_of(free_memory(torch.device("cpu")))
+        # A step that has begun gets more time, so that one at least is complete
+        in_step = bool(self._recorder.nodes or self._backwards) and not self.found.steps
+        is_late = now - self._since > SECONDS * (5 if in_step and self._trains_soon() else 1)
+        is_large = self._recorder.bytes > self._limit.size
+        if not (is_late or is_large):
+            return
+        self._end()
+        limit = f"within {SECONDS:g} s"
+        if is_large:
+            limit = f"while what is recorded of it fits into {self._limit.why}"
+        self.found.unlike = self.found.unlike or f"the script makes no more {limit}"
+        if not self.found.steps:
+            self.give_up(f"no step of an optimizer is complete {limit}: {self.found.seen}")
+        self._leave()
+
+    def _trains_soon(self) -> bool:
+        """Whether an optimizer may still make its step with the gradients."""
+        return not self._backwards or any(p.grad is not None for p in self._trained_by_optimizers().values())
+
+    def _trained_by_optimizers(self) -> dict[int, nn.Parameter]:
+        """The parameters of all optimizers that the script has made, by id."""
+        made = [optimizer for optimizer, _ in self.found.made if optimizer is not self.found.by_hand]
+        trained: dict[int, nn.Parameter] = {}
+        for optimizer in made:
+            if hasattr(optimizer, "param_groups"):
+                trained |= _trained_by(optimizer)
+        return trained
+
+    # -- Weights that the script changes itself
+
+    def _look_at_weights(self, *, is_used: bool = False) -> None:
+        """Take changes of weights since the last backward pass for a step of the script's own.
+
+        Weights of optimizers must not change if a loss of the same step ``is_used``.
+        """
+        weights, found = self._weights, self.found
+        if not self._backwards or found.problem is not None:
+            return
+        with self._recorder.paused():
+            changed = weights.changed()
+            by_hand = {key: parameter for key, parameter in changed.items() if key in weights.gradients}
+            update = weights.sgd(by_hand)
+        trained = self._trained_by_optimizers()
+        if is_used and changed.keys() & trained.keys() and update is None:
+            between = "the steps of its optimizers" if self._made_steps else "the backward passes of a step"
+            self.give_up(
+                f"{weights.line or 'the script'} changes weights between {between}, as sharpness-aware optimizers "
+                "do, and a scan computes all losses of a step without that"
+            )
+            self._leave()
+            return
+        if by_hand and (update is not None or not by_hand.keys() & trained.keys()):
+            self._make_step_by_hand(by_hand, update)
+
+    def _others(self) -> dict[int, nn.Parameter]:
+        """The weights of optimizers, if any has made a step."""
+        return self._trained_by_optimizers() if self.found.states.keys() - {self.found.by_hand} else {}
+
+    def _make_step_by_hand(self, changed: dict[int, nn.Parameter], update: Sgd | None) -> None:
+        """Add a step of the script without an optimizer, if SGD makes the same ``update``."""
+        weights, found = self._weights, self.found
+        made = found.by_hand
+        line, trained = weights.line or "no line that is seen", changed
+        if update is not None:
+            with self._recorder.paused():
+                trained = weights.trained(changed, update.lr)
+        if update is None or (made is not None and _trained_by(made).keys() != trained.keys()):
+            what = "not as SGD does from the gradients of its backward passes"
+            self.give_up(f"it updates its weights itself, at {line}, and {what}: {found.seen}")
+            self._leave()
+            return
+        gradients = {key: weights.gradients[key] for key in trained}
+        if made is None:
+            made = found.by_hand = torch.optim.SGD(trained.values(), lr=update.lr)
+            found.made[-1] = (made, weights.line)
+            found.facts[f"{line} updates the weights itself: the scan makes the same updates with SGD"] = None
+        made.param_groups[0].update(update._asdict())
+        for settings in found.schedule.get(made, []):
+            settings[0]["momentum"] = update.momentum
+        self._before_step(made, (), {})
+        with self._recorder.paused():
+            weights.keep_all(trained.values())
+        self._add_step(made, gradients)
+
+    def _weight_changes(self, tensor: Tensor, line: str | None) -> None:
+        if self._weights.owner(tensor):
+            self._weights.line = line
+
     def _save(self, tensors: Iterable[Tensor]) -> None:
+        record = self._record
+        if record is None:
+            return
         for tensor in tensors:
-            if id(tensor) not in self.found.values and not is_lazy(tensor):
-                self.found.values[id(tensor)] = (tensor, *saved_tensor(tensor))
+            if id(tensor) not in record.values and not is_lazy(tensor):
+                record.values[id(tensor)] = (tensor, *saved_tensor(tensor))
+                if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+                    self._weights.keep(tensor, record.values[id(tensor)][2])
 
     def _grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A function that is no function of torch to its modes."""
@@ -193,6 +346,7 @@ class StepObserver(ThreadObserver):
         return original(optimizer, *args, **kwargs)
 
     def _zero_grad(self, original: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> Any:
+        self._look_at_weights()
         parameters = owner.parameters() if isinstance(owner, nn.Module) else _trained_by(owner).values()
         cleared = frozenset(map(id, parameters))
         self._amp.clears(cleared)
@@ -206,11 +360,14 @@ class StepObserver(ThreadObserver):
         clip = Clip(original, [id(parameter) for parameter in listed], args, kwargs)
         self._clips.setdefault(len(self._backwards), []).append(clip)
         with self._recorder.paused():
-            return original(listed, *args, **kwargs)
+            result = original(listed, *args, **kwargs)
+            self._weights.keep_gradients(self._others())
+        return result
 
     def _backward(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if self._recorder.is_paused:  # inside a model, or another backward pass
             return original(tensors, *args, **kwargs)
+        self._events += 1
         frame = sys._getframe(2)
         losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         loss = self._amp.unscaled(losses[0])
@@ -220,21 +377,26 @@ class StepObserver(ThreadObserver):
         has_gradient = any(gradient is not None for gradient in args[:1])
         if len(losses) > 1 or loss.numel() != 1 or has_gradient:
             self.give_up(f"{own_line(frame)} calls backward() of more than one number")
-        self.found.has_gradients = True
+        self.found.passes += 1
         self._backwards.append(Backward(loss, loss.detach().clone(), len(self._recorder.nodes)))
         self.found.framework = self.found.framework or framework_of(frame)
         with self._recorder.paused():
-            return original(tensors, *args, **kwargs)
+            original(tensors, *args, **kwargs)
+            self._weights.keep_gradients(self._others())
 
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if self._is_elsewhere:
             return
         self._recorder.on = False
+        self._events += 1
         self._amp.steps(optimizer, sys._getframe(1))
         if self.has_enough:
             self._leave()
-        if not self.found.steps:
-            self._save(_trained_by(optimizer).values())
+        if takes_closure(optimizer):
+            why = "needs a closure, and a scan calls step() without one: it needs another optimizer"
+            self.give_up(f"{type(optimizer).__name__}.step() {why}")
+            self._leave()
+        self._save(_trained_by(optimizer).values())
         if optimizer not in self.found.states:
             state = None
             if optimizer.state:
@@ -242,13 +404,19 @@ class StepObserver(ThreadObserver):
             self.found.states[optimizer] = state
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if self._is_elsewhere:
+            return
+        trained, gradients = _trained_by(optimizer), dict[int, Tensor]()
+        if self._record is not None:
+            gradients = {k: p.grad.clone() for k, p in trained.items() if p.grad is not None}
+            self._weights.keep_all(trained.values())
+        self._add_step(optimizer, gradients)
+
+    def _add_step(self, optimizer: Optimizer, gradients: dict[int, Tensor]) -> None:
         trained, end = _trained_by(optimizer), len(self._backwards)
         start = max((count for count, cleared in self._cleared if trained.keys() <= cleared), default=0)
-        if self._is_elsewhere or start == end:
+        if start == end:
             return  # without gradients, as a step is made to please a scheduler
-        if takes_closure(optimizer):
-            why = "needs a closure, and a scan calls step() without one: it needs another optimizer"
-            self.give_up(f"{type(optimizer).__name__}.step() {why}")
         settings, before = settings_of(optimizer), self.found.schedule.setdefault(optimizer, [])
         if before and len(before[0]) != len(settings):
             self.found.unlike = "the script adds parameters to its optimizer before the next one"
@@ -261,20 +429,21 @@ class StepObserver(ThreadObserver):
         torch.autocast_decrement_nesting()
         casts = torch.is_autocast_cache_enabled() and bool(self._amp.open_blocks)
         if self._in_autocast and casts:
-            self.found.facts[_ONE_AUTOCAST] = None
+            self.found.facts[ONE_AUTOCAST] = None
         self._in_autocast = in_block
         clips = [clip for clip in self._clips.get(end, []) if any(key in trained for key in clip.parameters)]
-        gradients = {}
-        if not self.found.steps:
-            gradients = {k: p.grad.clone() for k, p in trained.items() if p.grad is not None}
-        self._made_steps.append(OptimizerStep(optimizer, start, end, clips, gradients))
+        weights = dict[int, Tensor]()
+        if self._record is not None:
+            weights = {key: parameter.detach().clone() for key, parameter in trained.items()}
+        self._made_steps.append(OptimizerStep(optimizer, start, end, clips, gradients, weights))
         before.append(settings)
         # Other optimizers may make their steps from the same losses
         if self.found.problem is None and not self._is_complete():
             self._recorder.on = True
             return
         self._end()
-        if self.found.problem is not None or self.found.unlike or len(self.found.steps) >= self.found.wanted:
+        is_over = self.found.problem is not None or bool(self.found.unlike)
+        if is_over or len(self.found.steps) >= max(self.found.wanted, CHECKED):
             # What a script asks its scaler for after a step shows until the next one
             self.has_enough = self._amp.has_scaler
             if not self.has_enough:
@@ -304,8 +473,9 @@ class StepObserver(ThreadObserver):
             if len(optimizers) == 1 and not found.steps:
                 parts = [[step] for step in made]
             with self._recorder.paused():
+                self._open_methods()
                 try:
-                    for steps in parts[: found.wanted]:
+                    for steps in parts[: max(found.wanted, CHECKED)]:
                         self._add(steps)
                 except UnrepeatableError as problem:
                     if found.steps:
@@ -314,11 +484,18 @@ class StepObserver(ThreadObserver):
                         self.give_up(message_of(problem))
         self._forget_step()
 
+    def _open_methods(self) -> None:
+        """Replace calls of methods, of which more is used than they return, by what they called."""
+        opened_nodes = opened(self._recorder.nodes, [backward.loss for backward in self._backwards])
+        counts = [0, *itertools.accumulate(map(len, opened_nodes))]
+        self._recorder.nodes[:] = itertools.chain(*opened_nodes)
+        self._backwards[:] = [backward._replace(nodes=counts[backward.nodes]) for backward in self._backwards]
+
     def _forget_step(self) -> None:
-        recorder = self._recorder
-        recorder.on = False
-        lists = (recorder.nodes, self._backwards, self._cleared, self._made_steps)
-        for records in (*lists, recorder.copies, self._clips):
+        self._recorder.forget()
+        self._weights.gradients.clear()
+        for records in (self._backwards, self._cleared, self._made_steps, self._clips):
+            records.clear()
             records.clear()
 
     def forget(self) -> None:
@@ -338,14 +515,17 @@ class StepObserver(ThreadObserver):
         backwards = [backward for backward in self._backwards if id(backward.loss) in used]
         loss = sum(float(backward.value) for backward in backwards)
         step = ObservedStep.of(program, found.steps[0] if found.steps else None, loss)
+        record = self._record
+        if record is None:
+            program.release()
+        else:
+            record.backwards, record.made = backwards, list(made)
         if not found.steps:
-            found.first = backwards
-            found.made_first = list(made)
             dtypes = [str(dtype).removeprefix("torch.") for dtype in self._amp.dtypes]
             found.facts |= dict.fromkeys(found.facts_of(program, dtypes, self._amp.scale))
-        else:
-            program.release()
         found.steps.append(step)
+        if len(found.steps) >= CHECKED and self.found.by_hand is None:
+            self._weights.forget()
 
 
 def plan_of(

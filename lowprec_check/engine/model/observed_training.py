@@ -17,6 +17,7 @@ from lowprec_check.engine.model.call_recorder import Node, UnrepeatableError
 from lowprec_check.engine.model.loss_program import Backward, Phase, Program, copy_of
 from lowprec_check.engine.model.optimizer_like import Clip, OptimizerLike, OptimizersLike, Settings
 from lowprec_check.engine.model.snapshot import restore_tensor
+from lowprec_check.engine.model.weight_changes import Sgd
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.amp_use import AmpUse, all_told
 from lowprec_check.torchkit.devices import kept_generators
@@ -25,6 +26,14 @@ from lowprec_check.torchkit.pytree import map_tensors
 
 SAME_LOSS = 1e-3
 """The part of the largest loss by which two may differ that are the same but for rounding."""
+
+ONE_AUTOCAST = (
+    "the script makes several steps in one autocast block, so all of them use the casts of fp32 weights that the "
+    "first one made: `lowprec-check fix --train` fixes that; put printed code outside the block"
+)
+
+_SAME_WEIGHTS = 0.05
+"""The part of an update by which two may differ: Adam magnifies the rounding of small gradients."""
 
 DEFINE_PARTS = "Define `model`, `inputs`, `loss` and `optimizer` in a file and scan that: see docs/training.md."
 
@@ -131,6 +140,8 @@ class ObservedTraining(NamedTuple):
     """Of the script, in the observed steps; none under autocast, since fp32 gives others."""
     amp: tuple[AmpUse, ...] = ()
     """What the script does wrong with autocast and ``GradScaler``."""
+    optimizer_code: str = ""
+    """What makes an optimizer for a script that has none; else empty."""
 
     def differs_in(self, losses: Sequence[float]) -> str | None:
         """Where the ``losses`` of the scan in fp32 differ from the script's, and perhaps why."""
@@ -151,6 +162,7 @@ class OptimizerStep(NamedTuple):
     end: int  # how many there were before it
     clips: list[Clip]
     gradients: dict[int, Tensor]  # by the id of the parameter, as the optimizer got them
+    weights: dict[int, Tensor]  # after it
 
 
 class ObservedStep(NamedTuple):
@@ -193,6 +205,31 @@ class ObservedStep(NamedTuple):
         return cls(program, ObservedBatch(tuple(program.bind(root, names)), {}, ()), root, loss)
 
 
+CHECKED = 2
+"""Steps that must give the same losses, gradients and weights again."""
+
+
+@dataclasses.dataclass
+class StepRecord:
+    """What one of the first steps started from, and led to."""
+
+    values: dict[int, tuple[Tensor, Tensor, Tensor, dict[str, Any]]] = dataclasses.field(default_factory=dict)
+    """Of parameters and buffers."""
+    modes: dict[nn.Module, bool] = dataclasses.field(default_factory=dict)
+    """Whether modules were in training mode."""
+    backwards: Sequence[Backward] = ()
+    """Those that it uses; none if it is not complete."""
+    made: Sequence[OptimizerStep] = ()
+
+    def restore(self) -> None:
+        """Make parameters, buffers and modes as they were before the step."""
+        for saved in self.values.values():
+            restore_tensor(*saved)
+            saved[0].grad = None
+        for module, training in self.modes.items():
+            module.training = training
+
+
 @dataclasses.dataclass
 class ObservedSteps:
     """What was observed of the first ``wanted`` steps of the optimizers."""
@@ -205,19 +242,26 @@ class ObservedSteps:
     """Of each step."""
     steps: list[ObservedStep] = dataclasses.field(default_factory=list)
     unlike: str = ""  # why the next step was not like those before it
-    values: dict[int, tuple[Tensor, Tensor, Tensor, dict[str, Any]]] = dataclasses.field(default_factory=dict)
-    """Of parameters and buffers, before the first step."""
-    modes: dict[nn.Module, bool] = dataclasses.field(default_factory=dict)
-    """Whether modules were in training mode, before the first step."""
-    first: Sequence[Backward] = ()  # of the first step: those that it uses
-    made_first: Sequence[OptimizerStep] = ()  # in the first step
+    records: list[StepRecord] = dataclasses.field(default_factory=list)  # of the first steps
     facts: dict[str, None] = dataclasses.field(default_factory=dict)  # notes
     framework: str = ""
     made: list[tuple[Optimizer, str | None]] = dataclasses.field(default_factory=list)
     """All optimizers, and the lines that make them."""
-    has_gradients: bool = False
+    by_hand: Optimizer | None = None  # what makes the updates that the script makes itself
+    calls: int = 0  # of models
+    passes: int = 0  # calls of backward()
     problem: str | None = None  # why no step can be made as the script makes it
     amp: Callable[[], tuple[AmpUse, ...]] = tuple  # what it does wrong with autocast and `GradScaler`
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the script computes gradients, or makes a step that cannot be made again."""
+        return self.passes > 0 or self.problem is not None
+
+    @property
+    def seen(self) -> str:
+        """What was observed, in words."""
+        return f"observed are {self.calls} calls of models and {self.passes} of backward()"
 
     def facts_of(self, program: Program, dtypes: Sequence[str], scale: float | None) -> Iterator[str]:
         """What the first step does differently from a scan, as notes; ``dtypes`` of autocast."""
@@ -247,11 +291,13 @@ class ObservedSteps:
     def training(self, script: str) -> ObservedTraining | None:
         """What a scan trains, after a check of the first step; ``None`` without any gradients."""
         try:
-            if self.problem is None and not self.steps and not self.has_gradients:
+            if not self.is_training:
                 return None
             if self.problem is not None or not self.steps:
                 none = "it makes no step of a torch.optim.Optimizer with the gradients that it computes"
-                raise UnrepeatableError(self.problem or none)
+                raise UnrepeatableError(self.problem or f"{none}: {self.seen}")
+            # One more than is wanted may have been made, to be checked
+            checked, self.steps = self.steps[:CHECKED], self.steps[: self.wanted]
             program, _, root, _ = self.steps[0]
             # Steps of one form share a program, and differ in their batches
             forms: dict[str, Program] = {}
@@ -259,19 +305,19 @@ class ObservedSteps:
                 forms.setdefault(step.program.form, step.program)
             programs, line = list(forms.values()), program.calls[0].line
             loss = ObservedLoss(programs, root)
-            if isinstance(root, ScriptStep):
-                for parameter in root.parameters():  # of other optimizers
-                    parameter.requires_grad_(id(parameter) in program.trained)
             optimizer = self._optimizer(root)
-            self._check(optimizer, loss)
+            self._check(optimizer, checked, loss.line)
         except UnrepeatableError as problem:
             hint = f"{all_told(self.amp())} {DEFINE_PARTS}".strip()
             raise UsageError(f"The training of {script} cannot be scanned: {problem}.", hint) from None
         # From here on, the scan trains it in its own ways
+        for part in optimizer.parts:
+            del part.schedule[self.wanted :]
         for module in root.modules():
             _detach(module, self.facts)
         notes = (f"the training step is that of the script, observed at {line}", *self._notes(optimizer.parts))
-        program.release()
+        for step in checked:
+            step.program.release()
         batches, is_input = [step.batch for step in self.steps], isinstance(root, ScriptStep)
         if isinstance(root, ScriptStep):
             root.programs = programs
@@ -283,15 +329,20 @@ class ObservedSteps:
             batches = batches[:1]
         made = tuple(dict(self.made).get(optimizer) or "" for optimizer in self.optimizers)
         losses = () if program.autocasts else tuple(step.loss for step in self.steps)
-        return ObservedTraining(root, loss, optimizer, batches, line, self.framework, made, notes, losses, self.amp())
+        amp, code = self.amp(), self._sgd_code()
+        return ObservedTraining(root, loss, optimizer, batches, line, self.framework, made, notes, losses, amp, code)
 
     def _optimizer(self, root: nn.Module) -> OptimizerLike | OptimizersLike:
         """What makes optimizers like those of the script, of the parameters of ``root``."""
+        trained = self.steps[0].program.trained
+        if isinstance(root, ScriptStep):
+            for parameter in root.parameters():  # of other optimizers
+                parameter.requires_grad_(id(parameter) in trained)
         position = {id(p): index for index, p in enumerate([p for p in root.parameters() if p.requires_grad])}
         parts, positions = [], []
         for optimizer in self.optimizers:
             own = {id(p): p for group in optimizer.param_groups for p in group["params"] if id(p) in position}
-            clips = next(step.clips for step in self.made_first if step.optimizer is optimizer)
+            clips = next(step.clips for step in self.records[0].made if step.optimizer is optimizer)
             model = root
             if len(self.optimizers) != 1:
                 model = nn.ParameterList(own.values())
@@ -299,46 +350,36 @@ class ObservedSteps:
             positions.append([position[key] for key in own])
         return parts[0] if len(parts) == 1 else OptimizersLike(parts, positions)
 
-    def _check(self, made: OptimizerLike | OptimizersLike, loss: ObservedLoss) -> None:
-        """Make the first step again; raises :class:`UnrepeatableError` if its results differ."""
-        program, batch, root, _ = self.steps[0]
-        inputs = batch.args if isinstance(root, ScriptStep) else batch.targets
+    def _sgd_code(self) -> str:
+        """What makes an optimizer for updates by hand, as code; empty without any."""
+        if self.by_hand is None:
+            return ""
+        settings, line = self.by_hand.param_groups[0], dict(self.made)[self.by_hand]
+        listed = ", ".join(f"{name}={settings[name]}" for name in Sgd._fields if settings[name])
+        return f"optimizer = torch.optim.SGD(model.parameters(), {listed})  # the update at {line}"
 
-        def again() -> Any:
-            args, kwargs = map_tensors((batch.args, batch.kwargs), copy_of)
-            return root(*args, **kwargs)
+    def _check(self, made: OptimizerLike | OptimizersLike, checked: Sequence[ObservedStep], line: str | None) -> None:
+        """Make steps again, whose loss is at ``line``.
 
-        trained = [parameter for parameter in root.parameters() if parameter.requires_grad]
-        own = made.owned(trained)
+        Raises :class:`UnrepeatableError` if their results differ.
+        """
+        root = checked[0].root
+        own = made.owned([parameter for parameter in root.parameters() if parameter.requires_grad])
         optimizers = [part(parameters) for part, parameters in zip(made.parts, own, strict=True)]
-        values, steps = iter([first.value for first in self.first]), iter(self.made_first)
-        self._restore()
+        records = [record for record in self.records if record.backwards]
+        if ONE_AUTOCAST in self.facts:  # later steps use the casts of the first
+            records = records[:1]
         try:
             with kept_generators(), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
-                for number, phase in enumerate(program.plan):
-                    for parameter in itertools.chain(*(own[index] for index in phase.clears)):
-                        parameter.grad = None
-                    losses = program.run(root, map_tensors(inputs, copy_of), again=again, phase=number)
-                    for computed, value in zip(losses, values, strict=False):
-                        # Accelerators may add in another order
-                        rounding = 0.0 if computed.device.type == "cpu" else 1e-4
-                        if not torch.allclose(computed, value, rtol=rounding, atol=0, equal_nan=True):
-                            what = f"the loss at {loss.line} is {computed.item():g}, not {value.item():g}"
-                            raise UnrepeatableError(f"computed again from the same batch, {what}")
-                    sum_of(losses).backward()
-                    for index in phase.steps:
-                        optimizers[index].step()
-                        _check_gradients(own[index], next(steps), loss.line, program.gradient_rounding)
+                for number, (step, record) in enumerate(zip(checked, records, strict=False), start=1):
+                    record.restore()
+                    try:
+                        _check_step(step, record, own, optimizers, line)
+                    except UnrepeatableError as problem:
+                        which = "" if number == 1 else f"in its step {number}, "
+                        raise UnrepeatableError(f"{which}{problem}") from None
         finally:
-            self._restore()
-
-    def _restore(self) -> None:
-        """Make parameters, buffers and modes as they were before the first step."""
-        for saved in self.values.values():
-            restore_tensor(*saved)
-            saved[0].grad = None
-        for module, training in self.modes.items():
-            module.training = training
+            self.records[0].restore()
 
     def _notes(self, parts: Sequence[OptimizerLike]) -> Iterator[str]:
         for code in dict.fromkeys(clip.code for made in parts for clip in made.clips):
@@ -365,6 +406,61 @@ class ObservedSteps:
                 kind = type(optimizer).__name__
                 yield f"the script has another optimizer, {kind}, made at {line}: the scan does not make its steps"
         yield from self.facts
+
+
+def _check_step(
+    step: ObservedStep,
+    record: StepRecord,
+    own: Sequence[Sequence[nn.Parameter]],
+    optimizers: Sequence[Optimizer],
+    line: str | None,
+) -> None:
+    """Make a step again, whose loss is at ``line``, with ``optimizers`` of their ``own`` weights.
+
+    Raises :class:`UnrepeatableError` if it differs.
+    """
+    program, batch, root, _ = step
+    inputs = batch.args if isinstance(root, ScriptStep) else batch.targets
+
+    def again() -> Any:
+        args, kwargs = map_tensors((batch.args, batch.kwargs), copy_of)
+        return root(*args, **kwargs)
+
+    values, steps = iter([backward.value for backward in record.backwards]), iter(record.made)
+    for number, phase in enumerate(program.plan):
+        for parameter in itertools.chain(*(own[index] for index in phase.clears)):
+            parameter.grad = None
+        losses = program.run(root, map_tensors(inputs, copy_of), again=again, phase=number)
+        for computed, value in zip(losses, values, strict=False):
+            # Accelerators may add in another order
+            rounding = 0.0 if computed.device.type == "cpu" else 1e-4
+            if number:  # it follows from a step that was made again
+                rounding = max(rounding, program.gradient_rounding)
+            if not torch.allclose(computed, value, rtol=rounding, atol=0, equal_nan=True):
+                what = f"the loss at {line} is {computed.item():g}, not {value.item():g}"
+                raise UnrepeatableError(f"computed again from the same batch, {what}")
+        sum_of(losses).backward()
+        for index in phase.steps:
+            optimizers[index].step()
+            wanted = next(steps)
+            _check_gradients(own[index], wanted, line, program.gradient_rounding)
+            _check_weights(own[index], wanted, record, program.gradient_rounding)
+
+
+def _check_weights(
+    parameters: Sequence[nn.Parameter], step: OptimizerStep, record: StepRecord, rounding: float
+) -> None:
+    """Raise :class:`UnrepeatableError` if the weights are others than after the script's step."""
+    apart = moved = size = 0.0
+    for parameter in parameters:
+        if id(parameter) in step.weights and id(parameter) in record.values:
+            after, before = step.weights[id(parameter)].double(), record.values[id(parameter)][2].double()
+            apart += float((parameter.detach().double() - after).square().sum())
+            moved += float((after - before).square().sum())
+            size += float((torch.finfo(parameter.dtype).eps * after).square().sum())
+    if apart**0.5 > max(_SAME_WEIGHTS, 10 * rounding) * moved**0.5 + 4 * size**0.5:
+        by = f"differ from the script's by {(apart / (moved or 1.0)) ** 0.5:.1%} of its update"
+        raise UnrepeatableError(f"the weights after the step of {type(step.optimizer).__name__}, made again, {by}")
 
 
 def _check_gradients(parameters: Sequence[nn.Parameter], step: OptimizerStep, line: str | None, same: float) -> None:

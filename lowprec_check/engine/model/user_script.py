@@ -23,9 +23,11 @@ import torch
 from torch import nn
 
 from lowprec_check.engine.model.kept_files import KeptFiles, replaced
+from lowprec_check.engine.model.method_calls import methods_watched
 from lowprec_check.engine.model.model_making import Making, made_by_constructor, part_of_making, still_defines
 from lowprec_check.engine.model.observed_step import SECONDS, StepObserver
 from lowprec_check.engine.model.observed_training import ObservedTraining
+from lowprec_check.engine.model.rest_of_code import is_module
 from lowprec_check.engine.model.user_surroundings import Surroundings, exit_handlers_of_the_user
 from lowprec_check.process.function_worker import end_if_forked
 from lowprec_check.torchkit.source_location import PACKAGE, is_own_file, own_line, source_line
@@ -50,6 +52,11 @@ class Ran(NamedTuple):
     notes: tuple[str, ...]  # what was done to keep the user's files as they are
     training: ObservedTraining | None = None  # its training, if that was observed and there is any
 
+    @property
+    def uses_model(self) -> bool:
+        """Whether it calls a model, or trains one."""
+        return self.call is not None or self.training is not None
+
 
 class Observer(Protocol):
     """What lets a script run on after its first call of a model, and observes it."""
@@ -62,6 +69,11 @@ class Observer(Protocol):
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
         """The result of the script's call of a model, ``call(module, *args, **kwargs)``."""
+
+    def method(
+        self, method: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The result of the script's call of another ``method`` of a model."""
 
     def give_up(self, why: str) -> None:
         """Note why it cannot be observed."""
@@ -92,7 +104,7 @@ def run_user_code(work: Callable[[], object], script: str, steps: int, defined: 
     try:
         ran = run_to_first_call(work, observer)
         training = None
-        if ran.call is not None:
+        if ran.call is not None or observer.found.is_training:
             training = observer.found.training(script)
         if defined is not None and training is None:  # it is no script
             ran = ran._replace(call=None)
@@ -198,18 +210,31 @@ class _Running:
             return self._call(module, args, kwargs, sys._getframe(1))
 
         try:
-            with replaced(nn.Module, "__call__", call), replaced(torch.autograd, "backward", self._backward):
+            with (
+                methods_watched(self._method),
+                replaced(nn.Module, "__call__", call),
+                replaced(torch.autograd, "backward", self._backward),
+            ):
                 yield
         finally:
             if self._timer is not None:
                 self._timer.cancel()
 
-    def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
+    def _call(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        frame: FrameType,
+        forward: Callable[..., Any] | None = None,
+    ) -> Any:
+        """A call of a model in ``frame``, of its ``forward`` or, by default, of itself."""
+        forward = forward or self._torch_call
         is_here, is_next = self._is_here, self._observer is not None and self.first is not None
         stops = is_here or (self.interrupt is not None and not is_next)
         is_inner = os.getpid() != self._place[0] or threading.get_ident() in self._threads_making
         if is_inner or not stops or next(module.parameters(), None) is None or made_by_constructor(frame):
-            return self._torch_call(module, *args, **kwargs)
+            return forward(module, *args, **kwargs)
         if self._defined is not None:
             if is_here and self._is_defined(self._defined, frame):
                 self.leave()
@@ -227,7 +252,7 @@ class _Running:
                 return self._make(module, args, kwargs)
             self.first = call
         if self._observer is not None and is_here:
-            return self._observer.call(module, args, kwargs, self._torch_call)
+            return self._observer.call(module, args, kwargs, forward)
         if self._observer is not None:
             self._observer.give_up("it calls its model in another thread")
         if is_here or self.interrupt is None:
@@ -240,6 +265,16 @@ class _Running:
         thread.join = lambda timeout=None: None  # type: ignore[method-assign]  # noqa: ARG005
         while True:
             lock.acquire()
+
+    def _method(self, method: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of a method of a model; that of ``forward`` is one of the model."""
+        is_inner = threading.get_ident() in self._threads_making
+        if not self.is_over and self._is_here and not is_inner and is_module(module):
+            if method.__name__ == "forward":
+                return self._call(module, args, kwargs, sys._getframe(2), method)
+            if self._observer is not None and self._defined is None and not made_by_constructor(sys._getframe(2)):
+                return self._observer.method(method, module, args, kwargs)
+        return method(module, *args, **kwargs)
 
     def _make(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call that does not count; nor do those inside it."""

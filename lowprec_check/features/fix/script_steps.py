@@ -107,6 +107,12 @@ class StepWatch(ThreadObserver):
         self._amp.calls(module)
         return call(module, *args, **kwargs)
 
+    def method(
+        self, method: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The result of a call of a method of a model."""
+        return method(module, *args, **kwargs)
+
     def give_up(self, why: str) -> None:
         """Note why the steps cannot be observed."""
         self._problem = self._problem or why

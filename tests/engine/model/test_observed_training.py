@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Call
-from observed_scripts import FRAMEWORKS, HEAD, MIXED, NOTED, REFUSED, SCRIPTS, SEVERAL
+from observed_scripts import BY_HAND, FRAMEWORKS, HEAD, MIXED, NOTED, REFUSED, SCRIPTS, SEVERAL
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowprec_check import ScanResult, UsageError
@@ -106,6 +106,46 @@ def test_steps_are_those_of_the_script(here: Path, write: Write, kind: str) -> N
     for step, wanted in zip(after, weights, strict=True):
         for one, other in zip(step, wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5 if several else 0, atol=1e-7 if several else 0)
+
+
+@pytest.mark.parametrize("with_unused_optimizer", [False, True])
+@pytest.mark.parametrize("update", BY_HAND)
+def test_updates_by_hand_are_those_of_the_script(
+    here: Path, write: Write, update: str, with_unused_optimizer: bool
+) -> None:
+    script = (
+        "model = net()\nmoments = [torch.zeros_like(p) for p in model.parameters()]\nhistory = []\n"
+        + "optimizer = torch.optim.Adam(model.parameters())\n" * with_unused_optimizer
+        + "for step, (x, y) in enumerate(batches()):\n    loss = F.cross_entropy(model(x), y)\n    loss.backward()\n"
+        + BY_HAND[update]
+        + "    history.append((loss.item(), [p.detach().clone() for p in model.parameters()]))\n"
+    )
+    path = write(HEAD + script, "train.py")
+    space: dict[str, Any] = {}
+    exec(path.read_text(), space)
+    target = load_target("train.py", steps=3)
+    losses, weights = run_observed(target, 3)
+    assert losses == pytest.approx([loss for loss, _ in space["history"]], rel=1e-6)
+    trained = [[*after][4:] if update == "frozen weights" else after for _, after in space["history"]]
+    for step, wanted in zip(weights, trained, strict=True):
+        for one, other in zip(step, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_an_update_by_hand_is_an_optimizer_in_printed_code(here: Path, write: Write) -> None:
+    body = "model = net()\nfor x, y in batches():\n    F.cross_entropy(model(x), y).backward()\n"
+    write(HEAD + body + BY_HAND["p.data"], "train.py")
+    target = load_target("train.py", steps=1)
+    assert "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # the update at train.py:15" in target.setup
+
+
+def test_what_is_recorded_of_a_step_stays_small(here: Path, write: Write) -> None:
+    body = "import gc\ncounts = []\nfor number in range(60):\n    model(X).square().mean().backward()\n"
+    body += "    counts.append(sum(type(o) is torch.Tensor for o in gc.get_objects()))\n"
+    body += "if max(counts[20:]) > max(counts[:20]) + 5:\n    raise MemoryError\n"
+    write(f"{HEAD}model = net()\n{body}", "train.py")
+    with pytest.raises(UsageError, match="observed are 60 calls of models and 60 of backward"):
+        load_target("train.py", steps=1)
 
 
 def test_what_is_computed_without_gradients_is_computed_again_in_each_precision(here: Path, write: Write) -> None:
