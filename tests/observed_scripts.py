@@ -682,6 +682,9 @@ SCRIPTS |= {kind: script for kind, (_, script) in SEVERAL.items()}
 
 STEP = "    loss.backward()\n    optimizer.step()\n    optimizer.zero_grad()\n"
 NOTED = {
+    "the script does not clear its gradients before its second step: the scan clears them in each step": (
+        "for x, y in batches():\n    loss = F.cross_entropy(model(x), y)\n    loss.backward()\n    optimizer.step()\n"
+    ),
     "the script has another optimizer, Adam, made at train.py:14: the scan does not make its steps": (
         "other = nn.Linear(8, 8)\nsecond = torch.optim.Adam(other.parameters())\nfor x, y in batches():\n"
         "    loss = F.cross_entropy(model(other(x)), y)\n" + STEP

@@ -350,6 +350,9 @@ class StepObserver(ThreadObserver):
         parameters = owner.parameters() if isinstance(owner, nn.Module) else _trained_by(owner).values()
         cleared = frozenset(map(id, parameters))
         self._amp.clears(cleared)
+        if self._record is not None:
+            for key in cleared:
+                self._record.left.pop(key, None)
         if self._backwards:
             self._cleared.append((len(self._backwards), cleared))
         return original(owner, *args, **kwargs)
@@ -378,11 +381,21 @@ class StepObserver(ThreadObserver):
         if len(losses) > 1 or loss.numel() != 1 or has_gradient:
             self.give_up(f"{own_line(frame)} calls backward() of more than one number")
         self.found.passes += 1
+        if self._record is not None and not self._backwards:
+            with self._recorder.paused():
+                self._keep_what_is_left(self._record)
         self._backwards.append(Backward(loss, loss.detach().clone(), len(self._recorder.nodes)))
         self.found.framework = self.found.framework or framework_of(frame)
         with self._recorder.paused():
             original(tensors, *args, **kwargs)
             self._weights.keep_gradients(self._others())
+
+    def _keep_what_is_left(self, record: StepRecord) -> None:
+        """Keep the gradients that the script has not cleared before it computes others."""
+        called = {key: tensor for key, (tensor, *_) in record.values.items() if tensor.is_leaf}
+        for key, tensor in (called | self._trained_by_optimizers()).items():
+            if tensor.grad is not None and bool(tensor.grad.any()):
+                record.left[key] = tensor.grad.detach().clone()
 
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if self._is_elsewhere:
@@ -396,7 +409,8 @@ class StepObserver(ThreadObserver):
             why = "needs a closure, and a scan calls step() without one: it needs another optimizer"
             self.give_up(f"{type(optimizer).__name__}.step() {why}")
             self._leave()
-        self._save(_trained_by(optimizer).values())
+        if self._backwards:  # else a step without gradients, before the first loss
+            self._save(_trained_by(optimizer).values())
         if optimizer not in self.found.states:
             state = None
             if optimizer.state:

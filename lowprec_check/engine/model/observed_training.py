@@ -217,6 +217,8 @@ class StepRecord:
     """Of parameters and buffers."""
     modes: dict[nn.Module, bool] = dataclasses.field(default_factory=dict)
     """Whether modules were in training mode."""
+    left: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+    """Gradients of earlier steps that were not cleared, by the id of the parameter."""
     backwards: Sequence[Backward] = ()
     """Those that it uses; none if it is not complete."""
     made: Sequence[OptimizerStep] = ()
@@ -405,6 +407,8 @@ class ObservedSteps:
             if not any(id(parameter) in trained for parameter in own):
                 kind = type(optimizer).__name__
                 yield f"the script has another optimizer, {kind}, made at {line}: the scan does not make its steps"
+        if any(key in trained for record in self.records[1:] for key in record.left):
+            yield "the script does not clear its gradients before its second step: the scan clears them in each step"
         yield from self.facts
 
 
@@ -430,6 +434,8 @@ def _check_step(
     for number, phase in enumerate(program.plan):
         for parameter in itertools.chain(*(own[index] for index in phase.clears)):
             parameter.grad = None
+            if not number and id(parameter) in record.left:
+                parameter.grad = record.left[id(parameter)].clone()
         losses = program.run(root, map_tensors(inputs, copy_of), again=again, phase=number)
         for computed, value in zip(losses, values, strict=False):
             # Accelerators may add in another order
