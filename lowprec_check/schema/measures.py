@@ -358,11 +358,13 @@ class VanishedConstant(Struct, frozen=True, kw_only=True):
     """Dotted path, ``""`` for the model itself."""
     source: str | None = None
     """``file.py:line``."""
-    constant: float
-    """The number as the code has it."""
+    constant: float | None
+    """The number as the code has it; ``None`` for a :attr:`weight`."""
+    weight: str | None = None
+    """A parameter or buffer of one value, ``eps``, which the cast of the model makes zero."""
 
     @property
-    def place(self) -> tuple[str, str | None, float]:
+    def place(self) -> tuple[str, str | None, float | None]:
         """Module, line and number."""
         return self.module, self.source, self.constant
 
@@ -380,6 +382,10 @@ class ConstantTrial(Struct, frozen=True, kw_only=True):
     """How that run ended, with the tolerance of the run."""
     rel_l2: float | None = None
     """Error of its output; ``None`` if it is not finite."""
+    in_fp32: bool = False
+    """Whether it is the fp32 model, which fails if one of the constants is zero, since the run
+    itself fails as before.
+    """
 
 
 # -- A device that is not here, for which a scan predicts

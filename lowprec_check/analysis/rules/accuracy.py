@@ -129,7 +129,7 @@ def _instead(run: Run, result: ScanResult) -> str:
             fault = next((remark.text for remark in remarks if remark.kind == "state"), report)
         return f"use eager mode, or another backend; {fault}"
     constants = repairing_constants(run)
-    if constants is not None and constants.status == "ok":
+    if constants is not None and constants.status == "ok" and not constants.in_fp32:
         return f"{fill('use {}, or ', best is not None and best.label)}change the constants of LP206 first"
     if run.failed_call:
         return "try what the model keeps between calls in fp32"

@@ -198,7 +198,9 @@ def vanishing_constant(result: ScanResult) -> Iterator[Finding]:
     fails, the scan tries what other constants do: it runs the model again with the smallest number
     that the dtype holds with all its digits in the place of each (6e-5 in fp16), or with the
     smallest of all. It is an error if the output then passes, or is finite where it was not, and
-    fails as before without another number for this constant.
+    fails as before without another number for this constant. If the run fails as before, the scan
+    tries the same in fp32: it is an error if fp32 fails with zero in its place, and passes with the
+    number.
 
     Usual causes: an epsilon for fp32, such as `x / (norm + 1e-8)` or `clamp(min=1e-8)`; the default
     `eps` of `torch.nn.functional.normalize` (1e-12) and `cosine_similarity` (1e-8).
@@ -211,6 +213,7 @@ def vanishing_constant(result: ScanResult) -> Iterator[Finding]:
         y = x / (x.norm() + max(1e-8, torch.finfo(x.dtype).tiny))
     """
     for run in runs_with_ops(result):
+        yield from _vanished_weights(run, result)
         if not any(run.op_calls.vanished):
             continue
         # The calls that take each constant, and those of each module that give NaN or Inf.
@@ -230,6 +233,24 @@ def vanishing_constant(result: ScanResult) -> Iterator[Finding]:
                 if after is None and not used.isdisjoint([index, *(index - back for back in row.reads)]):
                     after = row
             yield _vanished(run, result, [row for _, row in calls], after)
+
+
+def _vanished_weights(run: Run, result: ScanResult) -> Iterator[Finding]:
+    """Findings about parameters and buffers of one value that are zero, and matter."""
+    trial = repairing_constants(run)
+    if trial is None:
+        return
+    weights = {(constant.module, f"cast {constant.weight}"): constant.weight for constant in trial.constants}
+    for row in run.op_calls.rows():
+        weight = weights.get((row.module, row.op))
+        if weight is not None:
+            dtype = run.format.short if run.format is not None else "this dtype"
+            message = say("{weight:text} is 0 in {dtype:text}", weight=weight, dtype=dtype)
+            advice = None
+            if trial.status == "ok":
+                advice = f"give {weight} a value of at least {trial.number:.2g} when the model is cast"
+            finding = place_finding(result, run, row, 1, chained(message, _with_others(run, trial)), advice)
+            yield finding._replace(severity="error", matters=True)
 
 
 def _vanished(run: Run, result: ScanResult, calls: list[OpCall], after: OpCall | None) -> Finding:
@@ -267,13 +288,17 @@ def _with_others(run: Run, trial: ConstantTrial) -> Sentence:
     place, end = "its place", "the output still has NaN or Inf"
     if len(trial.constants) > 1:
         place = f"the place of all {len(trial.constants)} such constants that were tried"
-    if trial.status == "ok":
+    if trial.status == "ok" and trial.rel_l2 is None:
+        end = "the output passes"
+    elif trial.status == "ok":
         end = "the output passes, error {error:error}"
     elif trial.rel_l2 is not None and run.status == "nonfinite":
         end = "the output is finite, error {error:error}, over the tolerance"
     elif trial.rel_l2 is not None:
         end = "the output error is still {error:error}, over the tolerance"
     tried, number = f"with {{number:text}} in {place} {end}", f"{trial.number:.2g}"
+    if trial.in_fp32:
+        tried = f"fp32 with 0 in its place fails, and {tried}"
     if "{error" not in end:
         return say(tried, number=number)
     return say(tried, number=number, error=trial.rel_l2)

@@ -207,8 +207,11 @@ class Relevance:
         end = "the output passes"
         if trial.status != "ok":
             end = "the output is finite"
-            if not any(constant.place == (row.module, row.source, row.vanished) for constant in trial.constants):
-                return None
+        if trial.in_fp32:
+            end = "that of fp32 does, which fails with 0"
+        is_here = any(constant.place == (row.module, row.source, row.vanished) for constant in trial.constants)
+        if not is_here and (trial.status != "ok" or trial.in_fp32):
+            return None
         places = sorted({constant.source or "the model" for constant in trial.constants})
         why = say(f"with another constant at {{places:text}} {end} (LP206)", places=some(places))
         return finding.adding(why)._replace(severity="note", help=None)
@@ -280,7 +283,7 @@ def _gives_nonfinite(row: OpCall) -> bool:
 
 
 def repairing_constants(run: Run) -> ConstantTrial | None:
-    """The trial of ``run`` with other constants, if it ends better than the run."""
+    """The trial of ``run`` with other constants, if it shows that they matter."""
     trial = run.constant_trial
     if trial is None or run.status not in ("nonfinite", "inaccurate"):
         return None

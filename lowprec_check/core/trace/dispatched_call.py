@@ -158,30 +158,35 @@ class DispatchedCall:
         numbers = [v for v in (*self.args, *self.kwargs.values()) if isinstance(v, (int, float))]
         return max(map(float, numbers), key=abs, default=None)
 
-    def vanished_constant(self, outputs: list[Tensor]) -> float | None:
-        """The first non-zero number given to the op that rounds to zero in the op's dtype."""
+    def vanished_constant(self, outputs: list[Tensor], low: torch.dtype | None = None) -> float | None:
+        """The first non-zero number given to the op that rounds to zero in the op's dtype.
+
+        With ``low``, that rounds to zero in this one, of an op on wide tensors too.
+        """
         vanished: list[float] = []
 
         def collect(number: float) -> float:
             vanished.append(number)
             return number
 
-        self.with_numbers(outputs, collect)
+        self.with_numbers(outputs, collect, low)
         return next(iter(vanished), None)
 
-    def with_numbers(self, outputs: list[Tensor], instead: Callable[[float], float]) -> tuple[Args, Kwargs]:
-        """Its arguments, with others for the numbers that round to zero in the op's dtype."""
+    def with_numbers(
+        self, outputs: list[Tensor], instead: Callable[[float], float], low: torch.dtype | None = None
+    ) -> tuple[Args, Kwargs]:
+        """Its arguments, with others for such numbers."""
         slots = self.traits.number_slots
         if not slots or self.kwargs.get("alpha", 1) != 1:
             return self.args, self.kwargs
         tensors = self.inputs if self.traits.packet in COMPARISONS else outputs
-        if not tensors or tensors[0].dtype not in NARROW:
+        if not tensors or (low is None and tensors[0].dtype not in NARROW):
             return self.args, self.kwargs
         # CUDA takes the number of ``logit`` in fp32.
         if self.traits.packet.startswith("aten::logit") and tensors[0].device.type != "cpu":
             return self.args, self.kwargs
         # Half the smallest subnormal number rounds to zero, too: a tie goes to even.
-        limits = torch.finfo(tensors[0].dtype)
+        limits = torch.finfo(low or tensors[0].dtype)
         largest = limits.tiny * limits.eps / 2
 
         def replaced(value: Any) -> Any:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lowprec_check.core.feature_hooks import Explained, Feature
 from lowprec_check.core.plain_part import Fp32Outputs
-from lowprec_check.core.preparation import in_eager_mode, prepared_for
-from lowprec_check.features.constant_trials.replaced import try_constants, vanished_constants
+from lowprec_check.core.preparation import in_eager_mode, in_fp32, prepared_for
+from lowprec_check.features.constant_trials.replaced import ConstantTrials, vanished_constants
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.torchkit.floating_dtypes import torch_dtype
 
 
-class ConstantTrials(Feature):
+class ConstantTrialsFeature(Feature):
     """A run again, with other constants."""
 
     place = 5
@@ -30,19 +32,22 @@ class ConstantTrials(Feature):
         saved = Fp32Outputs.load(task.files)
         if saved.probe is not None:
             return
+        fp32, dtype = saved.outputs[0], torch_dtype(PRECISIONS.get(task.precision).format)
+        limits: Any = {
+            "tolerance": task.tolerance or 0.0,
+            "seed": task.seed,
+            "seconds": task.explain_budget / 4,
+        }
         with prepared_for(task, target) as ready:
-            trial = try_constants(
-                in_eager_mode(ready, target),
-                target.args,
-                target.kwargs,
-                constants,
-                torch_dtype(PRECISIONS.get(task.precision).format),
-                saved.outputs[0],
-                tolerance=task.tolerance or 0.0,
-                seed=task.seed,
-                seconds=task.explain_budget / 2,
-            )
+            eager = in_eager_mode(ready, target)
+            trial = ConstantTrials(eager, target.args, target.kwargs, dtype, fp32, **limits).of_run(constants)
+        if trial is not None and trial.status == run.status:
+            # Something else is wrong, too: what the constants do alone shows in fp32.
+            with prepared_for(in_fp32(task), target) as ready:
+                eager = in_eager_mode(ready, target)
+                alone = ConstantTrials(eager, target.args, target.kwargs, dtype, fp32, **limits).of_fp32(constants)
+            trial = alone or trial
         report.add(constant_trial=trial)
 
 
-CONSTANT_TRIALS = ConstantTrials()
+CONSTANT_TRIALS = ConstantTrialsFeature()

@@ -107,6 +107,51 @@ def test_two_that_matter_are_both_named() -> None:
     assert "in the place of all 2 such constants" in errors(result)[0].message
 
 
+@pytest.mark.parametrize("is_parameter", [False, True])
+def test_a_weight_that_is_zero_is_named(is_parameter: bool) -> None:
+    class Weighted(Guarded):
+        def __init__(self) -> None:
+            super().__init__("sum", 0.0, zero_row=True)
+            eps, other = torch.tensor(1e-10), torch.tensor([1e-11])
+            if is_parameter:
+                self.small, self.other = nn.Parameter(eps), nn.Parameter(other)
+            else:
+                self.register_buffer("small", eps)
+                self.register_buffer("other", other)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (
+                GUARDS["sum"](self.linear(x) * torch.tensor([1.0, 1.0, 0.0, 1.0])[:, None].to(x), self.small)
+                + self.other
+            )
+
+    torch.manual_seed(0)
+    result = scanned(Weighted().eval())
+    first, *others = errors(result)
+    assert (first.code, first.op) == ("LP206", "cast small")
+    assert first.message.startswith("small is 0 in fp16; with 6.1e-05 in its place the output passes")
+    assert (first.help or "").startswith("give small a value of at least 6.1e-05")
+    assert [other.code for other in others] == ["LP301"]
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+def test_a_cause_beside_another_one_is_named_too(guard: str) -> None:
+    """The run still fails with another constant; what the constant does alone shows in fp32."""
+
+    class Overflows(Guarded):
+        def forward(self, x: Tensor) -> Tensor:
+            large = x * 3e5
+            return torch.cat([super().forward(x), large * (large.square() + 1).rsqrt()])
+
+    torch.manual_seed(0)
+    result = scanned(Overflows(guard, 1e-9, zero_row=True).eval())
+    found = {error.code: error for error in errors(result)}
+    assert "fp32 with 0 in its place fails, and with 6.1e-05 in its place the output passes" in found["LP206"].message
+    assert "torch.finfo(t.dtype).tiny" in (found["LP206"].help or "")
+    assert "LP201" in found
+    assert "LP206" not in (found["LP301"].help or "")
+
+
 @pytest.mark.parametrize("precision", ["half", "autocast-fp16"])
 def test_one_beside_another_cause_is_no_error(precision: str) -> None:
     """Another number for it was tried: that advice does not help, and is not given."""
