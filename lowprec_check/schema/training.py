@@ -33,6 +33,22 @@ class TrainingPhase(Struct, frozen=True, kw_only=True):
     """Numbers of the optimizers that make their step."""
 
 
+class WeightCast(Struct, frozen=True, kw_only=True):
+    """A cast of a script's weights to 16 bits, which the scan takes back."""
+
+    line: str
+    """Where the script casts them; empty if they are made so."""
+    call: str
+    """``to``, ``half`` or ``bfloat16``; empty without a line."""
+    dtype: str
+    """Their dtype: ``bfloat16``."""
+
+    @property
+    def code(self) -> str:
+        """The call, as it is written."""
+        return f".to(torch.{self.dtype})" if self.call == "to" else f".{self.call}()"
+
+
 class TrainingSetup(Struct, frozen=True, kw_only=True):
     """How the model is trained, in every precision, and how far other seeds differ."""
 
@@ -71,6 +87,8 @@ class TrainingSetup(Struct, frozen=True, kw_only=True):
     """The parts of a step with several optimizers."""
     amp: list[AmpUse] = []
     """What the script does wrong with autocast and ``GradScaler``."""
+    cast: WeightCast | None = None
+    """How the script casts its weights, which start in fp32 in the scan."""
     average_code: str = ""
     """The average of the weights as an expression of ``model``; empty if the file defines none."""
     # The batches, and how repeatable the steps are.

@@ -33,6 +33,7 @@ from lowprec_check.engine.model.observed_training import (
 )
 from lowprec_check.engine.model.optimizer_like import Clip, settings_of, takes_closure
 from lowprec_check.engine.model.snapshot import saved_tensor
+from lowprec_check.engine.model.weight_casts import WeightCasts
 from lowprec_check.engine.model.weight_changes import Sgd, WeightChanges
 from lowprec_check.errors import message_of
 from lowprec_check.process import system
@@ -102,7 +103,8 @@ class StepObserver(ThreadObserver):
         self._in_autocast = False  # whether a step was made in the autocast block that is open
         self._made_steps: list[OptimizerStep] = []  # of the step that is not complete
         self.has_enough = False
-        self.found = ObservedSteps(steps, amp=lambda: self._amp.uses)
+        self._casts = WeightCasts()
+        self.found = ObservedSteps(steps, amp=lambda: self._amp.uses, cast_of=self._casts.of)
 
     def give_up(self, why: str) -> None:
         """Note why no step can be made as the script makes it; the first reason counts."""
@@ -119,6 +121,7 @@ class StepObserver(ThreadObserver):
             (torch.autograd, "backward", self._backward),
             (torch.autograd, "grad", self._grad),
             *self._amp.functions,
+            *self._casts.functions,
             (torch, "clear_autocast_cache", self._leave_autocast),
             (Optimizer, "__init__", self._made),
             (Optimizer, "zero_grad", self._zero_grad),

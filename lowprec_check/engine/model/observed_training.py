@@ -17,9 +17,11 @@ from lowprec_check.engine.model.call_recorder import Node, UnrepeatableError
 from lowprec_check.engine.model.loss_program import Backward, Phase, Program, copy_of
 from lowprec_check.engine.model.optimizer_like import Clip, OptimizerLike, OptimizersLike, Settings
 from lowprec_check.engine.model.snapshot import restore_tensor
+from lowprec_check.engine.model.weight_casts import widen, widened
 from lowprec_check.engine.model.weight_changes import Sgd
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.amp_use import AmpUse, all_told
+from lowprec_check.schema.training import WeightCast
 from lowprec_check.torchkit.devices import kept_generators
 from lowprec_check.torchkit.output_comparison import same_values
 from lowprec_check.torchkit.pytree import map_tensors
@@ -137,11 +139,13 @@ class ObservedTraining(NamedTuple):
     optimizers: tuple[str, ...]  # the lines that make the optimizers
     notes: tuple[str, ...]
     losses: tuple[float, ...] = ()
-    """Of the script, in the observed steps; none under autocast, since fp32 gives others."""
+    """Of the script, in the observed steps; none in 16 bits, since fp32 gives others."""
     amp: tuple[AmpUse, ...] = ()
     """What the script does wrong with autocast and ``GradScaler``."""
     optimizer_code: str = ""
     """What makes an optimizer for a script that has none; else empty."""
+    cast: WeightCast | None = None
+    """How it casts its weights, which are in fp32 here."""
 
     def differs_in(self, losses: Sequence[float]) -> str | None:
         """Where the ``losses`` of the scan in fp32 differ from the script's, and perhaps why."""
@@ -254,6 +258,7 @@ class ObservedSteps:
     passes: int = 0  # calls of backward()
     problem: str | None = None  # why no step can be made as the script makes it
     amp: Callable[[], tuple[AmpUse, ...]] = tuple  # what it does wrong with autocast and `GradScaler`
+    cast_of: Callable[[nn.Module], WeightCast | None] = lambda _root: None  # how it casts its weights
 
     @property
     def is_training(self) -> bool:
@@ -317,10 +322,11 @@ class ObservedSteps:
             del part.schedule[self.wanted :]
         for module in root.modules():
             _detach(module, self.facts)
+        cast, batches = self._widened(root)
         notes = (f"the training step is that of the script, observed at {line}", *self._notes(optimizer.parts))
         for step in checked:
             step.program.release()
-        batches, is_input = [step.batch for step in self.steps], isinstance(root, ScriptStep)
+        is_input = isinstance(root, ScriptStep)
         if isinstance(root, ScriptStep):
             root.programs = programs
         if len(programs) > 1:
@@ -330,9 +336,21 @@ class ObservedSteps:
         elif all(same_values(batch, batches[0]) for batch in batches):
             batches = batches[:1]
         made = tuple(dict(self.made).get(optimizer) or "" for optimizer in self.optimizers)
-        losses = () if program.autocasts else tuple(step.loss for step in self.steps)
+        losses = () if program.autocasts or cast is not None else tuple(step.loss for step in self.steps)
         amp, code = self.amp(), self._sgd_code()
-        return ObservedTraining(root, loss, optimizer, batches, line, self.framework, made, notes, losses, amp, code)
+        return ObservedTraining(
+            root, loss, optimizer, batches, line, self.framework, made, notes, losses, amp, code, cast
+        )
+
+    def _widened(self, root: nn.Module) -> tuple[WeightCast | None, list[ObservedBatch]]:
+        """How the script casts its weights; they and the batches are then in fp32."""
+        cast, batches = self.cast_of(root), [step.batch for step in self.steps]
+        if cast is None:
+            return None, batches
+        widen(root)
+        how = f"{cast.code} at {cast.line}" if cast.line else "they are made so"
+        self.facts[f"the script trains weights in {cast.dtype} ({how}): the scan starts from them in fp32"] = None
+        return cast, [ObservedBatch(*map_tensors(tuple(batch), widened)) for batch in batches]
 
     def _optimizer(self, root: nn.Module) -> OptimizerLike | OptimizersLike:
         """What makes optimizers like those of the script, of the parameters of ``root``."""
@@ -479,7 +497,9 @@ def _check_gradients(parameters: Sequence[nn.Parameter], step: OptimizerStep, li
             pairs.append((torch.zeros_like(wanted) if gradient is None else gradient, wanted))
     error = sum(float((a - b).double().square().sum()) for a, b in pairs) ** 0.5
     norm = sum(float(b.double().square().sum()) for _, b in pairs) ** 0.5
-    if error <= same * norm:
+    # NaN at the same places, as a script in fp16 may give, is no difference
+    is_nan = math.isnan(error) and all(torch.allclose(*pair, rtol=same, atol=0, equal_nan=True) for pair in pairs)
+    if error <= same * norm or is_nan:
         return
     # Where the scan is known to compute other gradients than the script
     why = ""

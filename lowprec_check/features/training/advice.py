@@ -57,6 +57,9 @@ def training_code(
     updates = updates or [_updates(way, setup)]
     # what is defined before the loop
     lines = ["", class_code, "", ""] if class_code else []
+    if setup.cast is not None and found.autocast:
+        cast = f"{setup.cast.code} at {setup.cast.line}" if setup.cast.line else ""
+        lines.append(f"model.float(){fill('  # in place of {}', cast)}")
     has_optimizer = _uses_optimizer(way, setup)
     lines += [line for line in setup.loss_setup if not (has_optimizer and line.startswith("def optimizer_like"))]
     if any(line.startswith("targets =") for line in setup.loss_setup):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -175,13 +175,7 @@ class Spread:
         """The parameter that moves least of those that move notably in fp32, and how far, relative
         to fp32, if it hardly moves while others do; else ``None``, and how far all weights moved.
         """
-        # By parameter, the square of its way: the difference of sums up to its end and its start.
-        ends = torch.tensor([0, *(part.stop for part in self._samples.slices.values())])
-        squares = []
-        for each in (run, self._base):
-            moved = _moved(each, step).double().square() * self._samples.weights
-            squares.append(torch.cat([torch.zeros(1).double(), moved.cumsum(0)])[ends].diff())
-        low, fp32 = squares
+        low, fp32 = (self._squares(each, step) for each in (run, self._base))
         total = _ratio(float(low.sum()) ** 0.5, float(fp32.sum()) ** 0.5, both_zero=1.0)
         # One that hardly moves in fp32 either says nothing.
         notable = fp32 > NOTABLE * fp32.sum()
@@ -192,6 +186,27 @@ class Spread:
         if ratios[least] >= STILL:
             return None, total
         return list(self._samples.slices)[least], float(ratios[least])
+
+    def _squares(self, run: Trajectory, step: int) -> Tensor:
+        """By parameter, the square of its way."""
+        # The difference of sums up to its end and its start
+        ends = torch.tensor([0, *(part.stop for part in self._samples.slices.values())])
+        moved = _moved(run, step).double().square() * self._samples.weights
+        return torch.cat([torch.zeros(1).double(), moved.cumsum(0)])[ends].diff()
+
+    def stuck(self, run: Trajectory, names: Collection[str]) -> Divergence | None:
+        """The parameter of ``names`` that stands still most, however small its part of all is."""
+        low, fp32 = (self._squares(each, run.steps) for each in (run, self._base))
+        ratios = [
+            (math.sqrt(a / b), name)
+            for name, a, b in zip(self._samples.slices, low.tolist(), fp32.tolist(), strict=True)
+            if name in names and b
+        ]
+        least, name = min(ratios, default=(math.inf, ""))
+        if least >= STILL:
+            return None
+        step = run.steps
+        return Divergence(step=step, what="progress", value=least, limit=STILL, parameter=name, stands_still=True)
 
     def _apart(self, run: Trajectory, step: int, part: slice = slice(None)) -> float:
         return self._norm((_moved(run, step) - _moved(self._base, step))[part], part)

@@ -52,6 +52,26 @@ def _in_fp32(result: ScanResult) -> TrainingWay | None:
     return first_way(reference)
 
 
+@per_scan("weight-cast", "advice", after="verdict")
+def cast_to_remove(result: ScanResult) -> Iterator[Made]:
+    """Which cast of the script to remove, if weights in fp32 are recommended."""
+    setup, run = result.training, recommended_run(result)
+    if setup is None or setup.cast is None or run is None or not keeps_weights(run) or run.training is None:
+        return
+    cast = setup.cast
+    what = plain("start from weights in fp32")
+    if cast.line:
+        what = say("remove {code:text} at {line:text}: the weights stay in fp32", code=cast.code, line=cast.line)
+    # The script's own way is the cast of the whole model
+    lost = None
+    for other in result.runs:
+        is_own = other.format is not None and other.format.name == cast.dtype and not other.is_autocast
+        if is_own and other.training is not None and other.base is None:
+            lost = other.training.ways[0].lost_updates
+    words = "in {dtype:text}, {lost:percent} of their updates are lost"
+    yield chained(what, say_if(lost, words, dtype=cast.dtype, lost=lost))
+
+
 @per_run("training", "advice", after="compared-module", basis=20)
 def stays_near(run: Run, result: ScanResult) -> Made:
     """How near the recommended way to train stays to fp32."""

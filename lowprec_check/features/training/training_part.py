@@ -51,6 +51,9 @@ from lowprec_check.torchkit.floating_dtypes import NARROW, underflows
 from lowprec_check.torchkit.output_comparison import compare_outputs
 from lowprec_check.torchkit.source_location import ModuleStack
 
+STUCK = 0.99
+"""The share of lost updates from which on weights that stand still fail, whatever the limits."""
+
 
 class TrainingPart(TrainingSteps):
     """Trains ``ready`` on ``batches`` in each way of its precision; sends the results."""
@@ -194,6 +197,10 @@ class TrainingPart(TrainingSteps):
             failed = finite.index(False) + 1 if False in finite else trajectory.steps
         else:
             divergence = spread.divergence(trajectory, self.ready.precision.format.roundoff, noisy=way.is_random)
+            updates = watchers.get("updates")
+            if divergence is None and isinstance(updates, LostUpdateCounter) and (updates.share() or 0.0) >= STUCK:
+                lost = [one.name for one in updates.figures() if one.values == "weight" and one.lost >= STUCK]
+                divergence = spread.stuck(trajectory, lost)
             if divergence is not None:
                 status = "inaccurate"
         result = TrainingWay(

@@ -104,7 +104,7 @@ def script_parts(target: Target) -> dict[str, Any]:
         return {}
     parts, clips = optimizer.parts, [[clip.code for clip in part.clips] for part in optimizer.parts]
     fields: dict[str, Any] = {"script": observed.line or "", "framework": observed.framework, "clip_code": clips[0]}
-    fields["amp"] = list(observed.amp)
+    fields |= {"amp": list(observed.amp), "cast": observed.cast}
     if isinstance(target.model, ScriptStep) and len(parts) > 1:
         plan = target.model.start(target.args)
         phases = [TrainingPhase(clears=list(phase.clears), steps=list(phase.steps)) for phase in plan]
