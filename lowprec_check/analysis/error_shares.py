@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from lowprec_check.schema.measures import MATTERS, BlamedFor, ErrorBudget, InputTrial, ModuleShare, RangeTrial, Share
-from lowprec_check.schema.module_paths import is_inside, paths_above
+from lowprec_check.schema.module_paths import is_inside, paths_above, role_of
 from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.statements import Sentence, say
 
@@ -284,6 +284,8 @@ def blamed_modules(run: Run) -> BlamedModules | None:
         causes = main_causes(run, MOST)
         modules = _outermost(part.name for part in causes if part.name in run.called_modules)
         share = math.fsum(part.share for part in budget.shares if any(is_inside(part.module, name) for name in modules))
+        if share < LEAST_SHARE:  # many small ones, of the same module of each block
+            modules, share = _largest_group(run, budget)
         if share >= LEAST_SHARE:
             return BlamedModules(modules, "share", run.rel_l2 * math.sqrt(max(0.0, 1.0 - share)))
     # without a budget: what spoils the output, then what range trials show, then the tolerance
@@ -304,6 +306,16 @@ def blamed_modules(run: Run) -> BlamedModules | None:
     if first is not None and first in run.called_modules and not is_explained:
         return BlamedModules((first,), "tolerance", None)
     return None
+
+
+def _largest_group(run: Run, budget: ErrorBudget) -> tuple[tuple[str, ...], float]:
+    """The counterparts in a stack, ``blocks.*.rope``, with the largest share together."""
+    shares: dict[str, float] = {}
+    for share in budget.shares:
+        if share.module in run.called_modules:
+            shares[role_of(share.module)] = shares.get(role_of(share.module), 0.0) + share.share
+    largest = max(shares, key=shares.__getitem__, default="")
+    return tuple(name for name in run.called_modules if role_of(name) == largest), shares.get(largest, 0.0)
 
 
 def harmful_trials(run: Run) -> list[RangeTrial]:

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from lowprec_check.schema.module_paths import is_inside, module_around, paths_above
+from lowprec_check.schema.module_paths import is_inside, module_around, paths_above, role_of
 
 LARGEST_STEP = 100.0  # without a set that reaches the goal, one must lower the removable squared error so far
 
@@ -91,7 +91,7 @@ class ModuleTree:
 
     def role(self, path: str) -> Role:
         """What counterparts in a stack share: the path without indices, and the type."""
-        return ".".join("*" if part.isdigit() else part for part in path.split(".")), self.types[path]
+        return role_of(path), self.types[path]
 
 
 class Causes(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 
 def paths_above(path: str) -> Iterator[str]:
@@ -15,6 +15,36 @@ def paths_above(path: str) -> Iterator[str]:
 def is_inside(path: str, module: str) -> bool:
     """Whether a module is ``module`` or below it; only the model itself is inside ``""``."""
     return path == module or bool(module and path.startswith(f"{module}."))
+
+
+def role_of(path: str) -> str:
+    """What counterparts in a stack share, the path without indices: ``blocks.*.rope``."""
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+
+
+def patterns(paths: Collection[str], modules: Collection[str]) -> list[str]:
+    """``paths`` with one pattern, ``blocks.*.rope``, for all of ``modules`` that it fits, if there
+    are several and ``paths`` has each; the others as they are.
+    """
+    of_model, given = _by_role(modules), _by_role(paths)
+    shown = dict[str, None]()
+    for path in paths:
+        role = role_of(path)
+        counterparts = given[role]
+        if len(counterparts) > 1 and set(counterparts) == set(of_model.get(role, ())):
+            # an index that all share is part of the name
+            columns = zip(*(other.split(".") for other in counterparts), strict=True)
+            shown[".".join(parts[0] if len(set(parts)) == 1 else "*" for parts in columns)] = None
+        else:
+            shown[path] = None
+    return list(shown)
+
+
+def _by_role(paths: Iterable[str]) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {}
+    for path in paths:
+        groups.setdefault(role_of(path), []).append(path)
+    return groups
 
 
 def number_of(paths: Collection[str], modules: Collection[str]) -> int:

@@ -28,7 +28,7 @@ from lowprec_check.analysis.run_summary import candidates, fails_elsewhere, pass
 from lowprec_check.analysis.suspects import suspects
 from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.measures import MATTERS, ConstantTrial
-from lowprec_check.schema.module_paths import is_inside
+from lowprec_check.schema.module_paths import is_inside, patterns
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.precisions import LOW_FORMATS, FloatFormat
 from lowprec_check.schema.run_key import Phase
@@ -297,9 +297,10 @@ def _disproof(run: Run, module: str) -> Sentence | None:
     ablation, budget = run.ablation, run.budget
     still = "with {modules:modules} in fp32 the error is still {error:error}"
     if ablation is not None and any(is_inside(module, path) for path in ablation.keep_fp32):
+        kept = patterns(ablation.keep_fp32, run.called_modules)
         if ablation.status == run.status == "nonfinite":
-            return say("with {modules:modules} in fp32 the output still has NaN or Inf", modules=ablation.keep_fp32)
-        return say_if(is_disproved(run), still, modules=ablation.keep_fp32, error=ablation.rel_l2)
+            return say("with {modules:modules} in fp32 the output still has NaN or Inf", modules=kept)
+        return say_if(is_disproved(run), still, modules=kept, error=ablation.rel_l2)
     if budget is None:
         return None
     measured = next((share.measured for share in budget.modules if share.module == module), None)
@@ -326,10 +327,10 @@ def keep_in_fp32(run: Run, result: ScanResult, module: str) -> Sentence | None:
     plan, ablation = result.plan, run.ablation
     made = (run.precision, run.backend, run.memory_format)
     if plan is not None and plan.keep_fp32 and (plan.base, plan.backend, plan.memory_format) == made:
-        return say("keep {modules:modules} in fp32, as the plan does", modules=plan.keep_fp32)
+        return say("keep {modules:modules} in fp32, as the plan does", modules=patterns(plan.kept, plan.modules))
     if ablation is not None and is_confirmed(run) and any(is_inside(module, path) for path in ablation.keep_fp32):
         keep = f"keep {{modules:modules}} in fp32, with which the error is {{error:error}} ({run.evidence})"
-        return say(keep, modules=ablation.keep_fp32, error=ablation.rel_l2)
+        return say(keep, modules=patterns(ablation.keep_fp32, run.called_modules), error=ablation.rel_l2)
     if _disproof(run, module):
         return None
     if module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from lowprec_check.analysis.error_shares import error_beside, is_disproved
 from lowprec_check.analysis.run_summary import degenerate_output, searched_plan
 from lowprec_check.analysis.statements.kinds import Made, Said, per_run
+from lowprec_check.schema.module_paths import patterns
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import say
 
@@ -15,7 +16,7 @@ def ablation(run: Run, result: ScanResult) -> Made:
     tried, before = run.ablation, run.rel_l2
     if tried is None or degenerate_output(run, result.runs) is not None:
         return None
-    kept, after, passes = tried.keep_fp32, tried.rel_l2, tried.status == "ok"
+    kept, after, passes = patterns(tried.keep_fp32, run.called_modules), tried.rel_l2, tried.status == "ok"
     if (passes or tried.status == "inaccurate") and after is not None:
         and_passes = " and it passes" if passes else ""
         if before is None:  # the output was not finite
@@ -42,4 +43,5 @@ def way_out(run: Run, result: ScanResult) -> Made:
     if not searched_plan(result):
         command = "plan" if result.prediction is None else "scan --plan"  # plan needs the device
         words += f"; lowprec-check {command} searches for the fewest modules"
-    return Said(say(words, kept=ablation.keep_fp32, after=ablation.rel_l2), "warn")
+    kept = patterns(ablation.keep_fp32, run.called_modules)
+    return Said(say(words, kept=kept, after=ablation.rel_l2), "warn")

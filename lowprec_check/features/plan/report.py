@@ -9,6 +9,7 @@ from lowprec_check.analysis.statements.advice import in_fp32
 from lowprec_check.analysis.suspects import kept_because
 from lowprec_check.report.blocks import Block, CodeBlock, Column, Document, Row, Say, Table, speed_of
 from lowprec_check.report.feature_parts import Section
+from lowprec_check.schema.module_paths import patterns
 from lowprec_check.schema.plan import Constant, Plan, Planning
 from lowprec_check.schema.run_key import qualified
 from lowprec_check.schema.scan_result import ScanResult
@@ -67,7 +68,14 @@ def plan_document(planning: Planning) -> Document:
 
 def kept_modules(plan: Plan) -> list[Block]:
     """Why each module of a plan stays in fp32."""
-    rows = [Row([blame.module, kept_because(blame)], module=blame.module) for blame in plan.blame]
+    by_reason: dict[str, list[str]] = {}
+    for blame in plan.blame:
+        by_reason.setdefault(kept_because(blame), []).append(blame.module)
+    rows = [
+        Row([name, reason], module=name if name in modules else modules[0])
+        for reason, modules in by_reason.items()
+        for name in patterns(modules, plan.modules)
+    ]
     columns = [Column("kept in fp32", "module"), Column("why", "sentence")]
     if rows:
         return [Table(columns, rows, "modules kept in fp32", most=20)]

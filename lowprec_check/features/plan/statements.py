@@ -6,6 +6,7 @@ from lowprec_check.analysis.error_shares import best_input_trial
 from lowprec_check.analysis.recommend import recommended_run
 from lowprec_check.analysis.run_summary import degenerate_output, failed_search, is_plan_of, passes_all
 from lowprec_check.analysis.statements.kinds import Made, per_run
+from lowprec_check.schema.module_paths import patterns
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import chained, say, say_if
 
@@ -15,7 +16,9 @@ def plan_passes(run: Run, result: ScanResult) -> Made:
     """The modules that a plan keeps in fp32, with which this run passes."""
     for plan in result.runs:
         if is_plan_of(plan, run) and passes_all(plan, result.runs) and plan.keep_fp32:
-            passes = say("with {kept:modules} in fp32 (the plan) it passes", kept=plan.kept)
+            passes = say(
+                "with {kept:modules} in fp32 (the plan) it passes", kept=patterns(plan.kept, plan.called_modules)
+            )
             error = say_if(plan.rel_l2 is not None, ", error {error:error}", error=plan.rel_l2)
             return chained(passes, error, between="")
     return None
@@ -51,4 +54,4 @@ def _no_plan(run: Run, result: ScanResult) -> Made:
 def kept(run: Run, result: ScanResult) -> Made:
     """What the recommendation keeps in fp32."""
     is_best = run is recommended_run(result)
-    return say_if(is_best and run.kept, "kept in fp32: {kept:modules}", kept=run.kept)
+    return say_if(is_best and run.kept, "kept in fp32: {kept:modules}", kept=patterns(run.kept, run.called_modules))

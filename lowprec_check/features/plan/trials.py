@@ -22,7 +22,7 @@ from lowprec_check.features.plan.input_trials import InputTrials, is_input_suspe
 from lowprec_check.features.plan.minimize import SearchResult, Trials, Verdict, search
 from lowprec_check.process import system
 from lowprec_check.schema.axes import lowers_precision
-from lowprec_check.schema.module_paths import module_around, number_of
+from lowprec_check.schema.module_paths import module_around, number_of, patterns
 from lowprec_check.schema.plan import STOPPED_WITHOUT_PLAN, Attempt
 from lowprec_check.schema.precisions import PRECISIONS, formats
 from lowprec_check.schema.run_key import PLAN
@@ -356,7 +356,8 @@ class _Search:
     def _outcome(self, result: SearchResult) -> str:
         if result.keep is not None:
             early = " (search stopped early)" if self.trials.stopped is not None else ""
-            return f"passes with {some([*self.inputs, *result.keep])} in fp32{early}"
+            kept = patterns([*self.inputs, *result.keep], self.names)
+            return f"passes with {some(kept)} in fp32{early}"
         if self.trials.stopped is not None:
             return f"{STOPPED_WITHOUT_PLAN} {self.trials.stopped}"
         if not self.tree.types:
