@@ -49,6 +49,17 @@ for x, y in batches():
     F.cross_entropy(model(x), y).backward()
     optimizer.step()
 """,
+    "an evaluation with gradients before its steps": """
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x, y in batches():
+    model.eval()
+    print(F.cross_entropy(model(X), Y).item())
+    model.train()
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+""",
     "an autoencoder with a penalty on its weights": """
 model = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 8))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

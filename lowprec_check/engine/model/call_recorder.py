@@ -161,6 +161,8 @@ class CallRecorder(TorchFunctionMode):
         self.nodes: list[Node] = []
         self.copies: dict[tuple[int, int], Tensor] = {}
         """Of tensors that were read and changed later, by id and version."""
+        self._read: set[int] = set()
+        """Ids of the tensors that calls read; some may be freed."""
         self.on = False
         self.is_paused = False
         self.bytes = 0
@@ -184,7 +186,7 @@ class CallRecorder(TorchFunctionMode):
             place = id(tensor), version_of(tensor)
             if tensor.requires_grad or place in self.copies:
                 continue
-            if any(tensor is read for earlier in self.nodes for read in earlier.reads):
+            if id(tensor) in self._read:
                 self.copies[place] = tensor.detach().clone()
         # Draws matter only without gradients, where results are data and not computed again
         states = None
@@ -205,14 +207,16 @@ class CallRecorder(TorchFunctionMode):
     def add(self, node: Node) -> None:
         """Keep a call, once it is made."""
         self.nodes.append(node)
-        self.bytes += sum(tensor.nbytes for tensor in node.results)
-        self.bytes += sum(tensor.nbytes for _, tensor in leaves(node.given))
+        self._read.update(map(id, node.reads))
+        tensors = [*node.results, *(tensor for _, tensor in leaves(node.given))]
+        self.bytes += sum(tensor.nbytes for tensor in tensors if tensor.layout == torch.strided)
 
     def forget(self) -> None:
         """Free all that was recorded."""
         self.on, self.bytes = False, 0
         self.nodes.clear()
         self.copies.clear()
+        self._read.clear()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

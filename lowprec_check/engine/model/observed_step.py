@@ -215,8 +215,9 @@ class StepObserver(ThreadObserver):
         record = self._record
         if record is not None:
             self._save((*module.parameters(), *module.buffers()))
-            for inside in module.modules():
-                record.modes.setdefault(inside, inside.training)
+            # An evaluation may come before what trains
+            is_before = not self._backwards
+            record.modes |= {m: m.training for m in module.modules() if is_before or m not in record.modes}
 
     @property
     def _record(self) -> StepRecord | None:
