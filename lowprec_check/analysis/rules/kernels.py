@@ -90,8 +90,8 @@ def dtype_mismatch(result: ScanResult) -> Iterator[Finding]:
 
     Observed: the op failed as called and succeeded when all its floating-point inputs had the same
     dtype. The scan follows where these dtypes come from, and runs the model again with a cast at
-    this op: into a tensor of another dtype, what is written gets that dtype; else all inputs are
-    cast to 16 bits, or to fp32. What is advised is the cast with which the output passed.
+    this op: what is written into a tensor, or meets a weight, gets the dtype of that; else all
+    inputs are cast to 16 bits, or to fp32. The advice is the cast with which the output passed.
 
     Usual causes: a tensor created in `forward` with the default dtype; a tensor attribute that is
     not registered as a buffer, so `model.half()` does not cast it; an op that always returns fp32;

@@ -139,6 +139,8 @@ def casts(site: Site, scene: Scene) -> Iterator[SourceFix]:
     if isinstance(node, ast.Call) and callee is not None and callee.kind == "module" and callee.name:
         dtype = f"{site.source.segment(node.func)}.{callee.name}.dtype"
         wide = wide or [each for each in scene.operands(node) if each not in scene.low]
+        if callee.dtypes == ("float32",) and not wide:
+            wide = low  # weights that stay in fp32 outside of autocast
     elif plain := next(filter(is_plain, low), None):
         dtype = f"{site.source.segment(plain)}.dtype"
     else:

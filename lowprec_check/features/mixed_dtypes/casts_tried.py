@@ -51,8 +51,8 @@ def try_casts(
 ) -> MixedDtypes | None:
     """The run with the first casts with which it passes, of those to 16 bits and those to fp32.
 
-    What is written into a tensor gets its dtype in both. ``None`` if no op was met that fails for
-    its dtypes.
+    What is written into a tensor, or meets a weight, gets the dtype of that in both. ``None`` if no
+    op was met that fails for its dtypes.
     """
     snapshot, above = Snapshot(ready.model, (args, kwargs)), any(gap.layer == "function" for gap in gaps)
     first: MixedDtypes | None = None
@@ -141,6 +141,9 @@ class Casting(DispatchMode):
         packet = op.removeprefix("aten.").removeprefix("torch.Tensor.").partition(".")[0]
         if retry.args and isinstance(retry.args[0], Tensor) and packet.removesuffix("_") in WRITES_INTO:
             return retry.args[0].dtype
+        weight = next(filter(self.origins.is_weight, retry.floating), None)
+        if weight is not None:
+            return weight.dtype
         narrow = next((tensor.dtype for tensor in retry.floating if is_narrow(tensor)), torch.float32)
         return narrow if self._way == "narrow" else torch.float32
 

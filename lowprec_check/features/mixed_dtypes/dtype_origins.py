@@ -36,6 +36,7 @@ class DtypeOrigins:
                     self._add(value, DtypeOrigin(kind="attribute", name=".".join(filter(None, (path, name)))))
         for name, buffer in model.named_buffers():
             self._add(buffer, DtypeOrigin(kind="buffer", name=name))
+        self._weights = {storage_key(parameter) for parameter in model.parameters()}
         for name, parameter in model.named_parameters():
             self._add(parameter, DtypeOrigin(kind="parameter", name=name))
         for path, tensor in leaves(inputs):
@@ -47,6 +48,10 @@ class DtypeOrigins:
         if entry is None:
             return None
         return entry[0]
+
+    def is_weight(self, tensor: Tensor) -> bool:
+        """Whether it is a parameter, or a view of one."""
+        return storage_key(tensor) in self._weights
 
     def follow(self, call: DispatchedCall, out: Any, frame: FrameType) -> None:
         """Note what ``call`` has made."""

@@ -157,6 +157,21 @@ def test_the_side_in_fp32_is_named(name: str) -> None:
     assert "the output passes" in message
 
 
+def outside_of_autocast(m: Mixing, out: Tensor, y: Tensor, i: Tensor, cast: Cast) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return m.out(cast(y, m.out.weight))
+
+
+def test_what_meets_a_weight_gets_its_dtype() -> None:
+    result, run = scanned(Mixing(outside_of_autocast), "autocast-fp16")
+    by_argument = {tensor.argument: tensor for tensor in only_call(run).inputs}
+    assert by_argument["mat1"].origin.kind == "autocast"
+    assert [name for name, tensor in by_argument.items() if tensor.is_cast] == ["mat1"]
+    assert run.mixed_dtypes is not None
+    assert run.mixed_dtypes.rel_l2 == pytest.approx(plain_error(outside_of_autocast, 1, "autocast-fp16"), rel=1e-3)
+    assert advice(result)[1] == "cast mat1 here with .float()"
+
+
 def test_a_cast_to_16_bits_that_loses_too_much_is_not_advised() -> None:
     def differences(m: Mixing, out: Tensor, y: Tensor, i: Tensor, cast: Cast) -> Tensor:
         large = torch.linspace(3000, 3001, 48).view(6, 8)
