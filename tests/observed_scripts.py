@@ -711,8 +711,9 @@ NOTED = {
     ),
     "train.py:15 makes a number of what the model computes (item)": "for x, y in batches():\n    out = model(x)\n"
     "    loss = F.cross_entropy(out, y) * out.max().item()\n" + STEP,
-    "the script calls backward() 2 times for a step": "for x, y in batches():\n    for half in x.split(16):\n"
-    "        model(half).mean().backward()\n    optimizer.step()\n    optimizer.zero_grad()\n",
+    "the script calls backward() 2 times for a step": "for x, y in batches():\n    out = model(x)\n"
+    "    out.mean().backward(retain_graph=True)\n    F.cross_entropy(out, y).backward()\n    optimizer.step()\n"
+    "    optimizer.zero_grad()\n",
     "the loss follows from 2 calls (Linear)": "for x, y in batches():\n"
     "    loss = (model(x) - model(x + 1)).square().mean()\n" + STEP,
 }

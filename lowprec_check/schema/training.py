@@ -84,7 +84,7 @@ class TrainingSetup(Struct, frozen=True, kw_only=True):
     clips: list[list[str]] = []
     """Of several optimizers, the calls that clip the gradients of ``parameters`` of each."""
     phases: list[TrainingPhase] = []
-    """The parts of a step with several optimizers."""
+    """The parts of a step with several optimizers, or several backward passes."""
     amp: list[AmpUse] = []
     """What the script does wrong with autocast and ``GradScaler``."""
     cast: WeightCast | None = None

@@ -230,7 +230,8 @@ def _target_of_training(training: ObservedTraining, script: UserModule, inputs: 
             f"`model(...)` stands for all that it computes up to its next loss, `optimizers` for those made at {made}"
         )
     elif isinstance(training.model, ScriptStep):
-        names = "`model(...)` stands for all that it computes up to its loss, `optimizer` for its optimizer"
+        which = "next loss" if len(training.model.start(training.batches[0].args)) > 1 else "loss"
+        names = f"`model(...)` stands for all that it computes up to its {which}, `optimizer` for its optimizer"
     else:
         names = "`model` is the model that it calls, `inputs` what it is called with, `optimizer` its optimizer"
     target = unchecked_target(

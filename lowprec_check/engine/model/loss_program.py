@@ -22,6 +22,8 @@ class Backward(NamedTuple):
     loss: Tensor
     value: Tensor  # of the loss, which may be changed in place later
     nodes: int  # how many were recorded before it
+    keeps_graph: bool = False
+    """Whether a later one may go through the same graph."""
 
 
 class Phase(NamedTuple):
@@ -125,6 +127,7 @@ class Program:
         self._inputs = self._find_inputs(copies)
         self._parameters: dict[int, str] = {}  # names in the root, by key
         self._steps: list[_Step] = []
+        self._later: list[set[int]] = []  # by phase, the keys that those after it read
 
     def _find_inputs(self, copies: Mapping[tuple[int, int], Tensor]) -> dict[int, Tensor]:
         """What the nodes read, and neither make nor train."""
@@ -200,6 +203,10 @@ class Program:
                     self._parameters[self._key(tensor)] = names[id(tensor)]
         # Programs of equal form can share the code of a step, and differ in their inputs only
         self.loss_keys = [[self._key(loss) for loss in phase.losses] for phase in self.plan]
+        self._later = [
+            {id(tensor) for step in self._steps if step.phase > phase for _, tensor in leaves((step.args, step.kwargs))}
+            for phase in range(len(self.plan))
+        ]
         plan = [(phase.clears, len(phase.losses), phase.steps) for phase in self.plan]
         order = {id(tensor): number for number, tensor in enumerate(self._keys.values())}
         forms = []
@@ -275,8 +282,8 @@ class Program:
             if count != expected:
                 raise UsageError(f"At {step.node.line}, {expected} tensors came back in the script, and {count} here.")
             values |= dict(zip(step.results, tensors, strict=True))
-        if phase + 1 == len(self.plan):
-            self._values = {}
+        # What no later phase reads is freed, as in the script
+        self._values = {key: value for key, value in values.items() if key in self._later[phase]}
         return [values[key] for key in self.loss_keys[phase]]
 
 

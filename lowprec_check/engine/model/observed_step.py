@@ -388,7 +388,9 @@ class StepObserver(ThreadObserver):
         if self._record is not None and not self._backwards:
             with self._recorder.paused():
                 self._keep_what_is_left(self._record)
-        self._backwards.append(Backward(loss, loss.detach().clone(), len(self._recorder.nodes)))
+        retain, create = (*args[1:3], None, None)[:2]
+        keeps_graph = any((retain, create, kwargs.get("retain_graph"), kwargs.get("create_graph")))
+        self._backwards.append(Backward(loss, loss.detach().clone(), len(self._recorder.nodes), keeps_graph))
         self.found.framework = self.found.framework or framework_of(frame)
         with self._recorder.paused():
             original(tensors, *args, **kwargs)
@@ -561,8 +563,8 @@ def plan_of(
         clears = tuple(dict.fromkeys(number for number, step in waiting if step.start == index))
         if backward is None or not any(step.start <= index for _, step in waiting):
             continue
-        # This backward pass belongs to the same phase, unless something happened in between
-        if not plan or clears or plan[-1].steps:
+        # Only the backward passes of one graph are made as one
+        if not plan or clears or plan[-1].steps or not backwards[index - 1].keeps_graph:
             plan.append(Phase(clears, (), 0, ()))
         plan[-1] = plan[-1]._replace(losses=(*plan[-1].losses, backward.loss), nodes=backward.nodes)
     # Before the first backward pass, those are cleared that make a step before they are cleared

@@ -96,7 +96,7 @@ class ObservedLoss:
                 function = f"{functional[-1].name} of {functional[-1].line}"
                 words = function if functional[-1].line == self.line else f"{words}, with {function}"
             made.append(words)
-        self.words = "the loss that the model returns" if of_model else " + ".join(made)
+        self.words = "the loss that the model returns" if of_model else " + ".join(dict.fromkeys(made))
         self.setup = () if self.is_returned else (f"# `loss(output)`: what {self.line} computes of the output",)
         """What the words are of, as code."""
         self._programs, self._model = programs, model
@@ -281,7 +281,7 @@ class ObservedSteps:
             once = "once" if len(program.plan) == 1 else "less often"
             yield (
                 f"the script calls backward() {len(program.losses)} times for a step: the scan calls it {once}, of "
-                "the sum of the losses, which gives the same gradients and takes more memory"
+                "the sum of the losses of one graph, which gives the same gradients"
             )
         if len(self.optimizers) > 1:
             lines = dict(self.made)

@@ -77,9 +77,13 @@ def training_code(
     if found.autocast:
         forward = [f"with {found.autocast}:", *(f"    {line}" for line in forward)]
     # one step: each phase clears gradients, computes a loss, and makes steps of its optimizers
-    step = []
-    for phase in setup.phases or [TrainingPhase(clears=[0], steps=[0])]:
-        step += [*(updates[number].zero_grad for number in phase.clears), *forward, updates[0].backward]
+    step, passes = list[str](), [*forward, updates[0].backward]
+    phases = setup.phases or [TrainingPhase(clears=[0], steps=[0])]
+    if len(phases) > 1 and not setup.optimizers:  # gradients are accumulated
+        passes = [f"for _ in range({len(phases)}):  # losses", *(f"    {line}" for line in passes)]
+        phases = [TrainingPhase(clears=phases[0].clears, steps=phases[-1].steps)]
+    for phase in phases:
+        step += [*(updates[number].zero_grad for number in phase.clears), *passes]
         step += [line for number in phase.steps for line in updates[number].step]
     if has_scaler:
         step.append("scaler.update()")

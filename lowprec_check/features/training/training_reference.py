@@ -105,10 +105,12 @@ def script_parts(target: Target) -> dict[str, Any]:
     parts, clips = optimizer.parts, [[clip.code for clip in part.clips] for part in optimizer.parts]
     fields: dict[str, Any] = {"script": observed.line or "", "framework": observed.framework, "clip_code": clips[0]}
     fields |= {"amp": list(observed.amp), "cast": observed.cast}
-    if isinstance(target.model, ScriptStep) and len(parts) > 1:
-        plan = target.model.start(target.args)
+    plan = target.model.start(target.args) if isinstance(target.model, ScriptStep) else ()
+    if len(plan) > 1 or len(parts) > 1:
         phases = [TrainingPhase(clears=list(phase.clears), steps=list(phase.steps)) for phase in plan]
-        fields |= {"optimizers": list(observed.optimizers), "clips": clips, "phases": phases}
+        fields["phases"] = phases
+    if len(parts) > 1:
+        fields |= {"optimizers": list(observed.optimizers), "clips": clips}
     return fields
 
 
