@@ -77,14 +77,7 @@ def training_code(
     if found.autocast:
         forward = [f"with {found.autocast}:", *(f"    {line}" for line in forward)]
     # one step: each phase clears gradients, computes a loss, and makes steps of its optimizers
-    step, passes = list[str](), [*forward, updates[0].backward]
-    phases = setup.phases or [TrainingPhase(clears=[0], steps=[0])]
-    if len(phases) > 1 and not setup.optimizers:  # gradients are accumulated
-        passes = [f"for _ in range({len(phases)}):  # losses", *(f"    {line}" for line in passes)]
-        phases = [TrainingPhase(clears=phases[0].clears, steps=phases[-1].steps)]
-    for phase in phases:
-        step += [*(updates[number].zero_grad for number in phase.clears), *passes]
-        step += [line for number in phase.steps for line in updates[number].step]
+    step = _step_lines(setup, updates, [*forward, updates[0].backward])
     if has_scaler:
         step.append("scaler.update()")
     if setup.average_code:
@@ -94,6 +87,19 @@ def training_code(
         head += f"  # the scan had {fill('{} batches, in turn', setup.batches) or 'another batch for each'}"
     lines += [head, *(f"    {line}" for line in step)]
     return "\n".join(found.with_lines(*lines))
+
+
+def _step_lines(setup: TrainingSetup, updates: Sequence[_Updates], passes: Sequence[str]) -> list[str]:
+    """A step, whose ``passes`` are those forward and backward, without that of the scaler."""
+    phases = setup.phases or [TrainingPhase(clears=[0], steps=[0])]
+    if len(phases) > 1 and not setup.optimizers:  # gradients are accumulated
+        passes = [f"for _ in range({len(phases)}):  # losses", *(f"    {line}" for line in passes)]
+        phases = [TrainingPhase(clears=phases[0].clears, steps=phases[-1].steps)]
+    lines = []
+    for phase in phases:
+        lines += [*(updates[number].zero_grad for number in phase.clears), *passes]
+        lines += [line for number in phase.steps for line in updates[number].step]
+    return lines
 
 
 def _updates(way: TrainingWay, setup: TrainingSetup, number: int | None = None) -> _Updates:
