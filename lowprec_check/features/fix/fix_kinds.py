@@ -19,6 +19,9 @@ _FACTORIES = (
     *("tensor", "as_tensor", "scalar_tensor", "hann_window", "hamming_window"),
 )
 
+_DTYPES = ("dtype", "float16", "bfloat16", ".half")
+"""How expressions end that give a dtype."""
+
 
 # -- Constants
 
@@ -152,6 +155,34 @@ def casts(site: Site, scene: Scene) -> Iterator[SourceFix]:
         yield SourceFix("cast", "computed in fp32, as its other operand is", node, frozenset(low))
 
 
+def kept_in_fp32(site: Site, scene: Scene) -> Iterator[SourceFix]:
+    """A cast to 16 bits, or a tensor that is made in them, and loses digits there: in fp32."""
+    node, source = site.node, site.source
+    if site.mismatch or not isinstance(node, ast.Call):
+        return
+    why = "kept in fp32, where its digits fit"
+    if isinstance(node.func, ast.Attribute) and _casts_only(node):
+        behind = source.outer(node.func.value)[1]
+        edit = Edit(behind, source.span(node)[1], ".float()")
+        yield SourceFix("cast", why, node, edits=(edit,))
+    callee, dtype = scene.callee(node), next((k.value for k in node.keywords if k.arg == "dtype"), None)
+    if callee is not None and callee.name.rpartition(".")[2] in _FACTORIES and dtype is not None:
+        torch, imports = torch_in(source)
+        yield SourceFix("dtype", why, node, edits=(Edit(*source.span(dtype), f"{torch}.float32"), *imports))
+
+
+def _casts_only(call: ast.Call) -> bool:
+    """Whether a method only casts: ``x.half()``, ``x.to(y.dtype)``, ``x.type_as(y)``."""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+    values = [*call.args, *(keyword.value for keyword in call.keywords)]
+    if name in ("half", "bfloat16"):
+        return not values
+    if name == "type_as":
+        return len(values) == 1
+    # another argument may be a device
+    return name in ("to", "type") and len(values) == 1 and ast.unparse(values[0]).endswith(_DTYPES)
+
+
 FIX_KINDS: tuple[Callable[[Site, Scene], Iterator[SourceFix]], ...] = (
     constants,
     written,
@@ -159,6 +190,7 @@ FIX_KINDS: tuple[Callable[[Site, Scene], Iterator[SourceFix]], ...] = (
     casts,
     scaled,
     custom_functions,
+    kept_in_fp32,
     in_fp32,
 )
 """In the order in which they are tried: what says best what was meant comes first."""

@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from lowprec_check.analysis.error_shares import CAST_INPUT
+from lowprec_check.analysis.error_shares import CAST_INPUT, trusted_budget
+from lowprec_check.analysis.rules.accuracy import JUMP
 from lowprec_check.analysis.run_summary import failing_gaps
 from lowprec_check.errors import message_of
 from lowprec_check.features.fix.scene import Site
@@ -20,6 +21,7 @@ from lowprec_check.schema.scan_result import Diagnostic, Run
 from lowprec_check.schema.statements import short_op
 
 MOST_SITES = 12  # expressions of one run that are looked at
+STEPS_BEFORE = 3  # from an op that magnifies an error back to where that is made
 LEAST_SHARE = 0.03  # an op that causes a smaller part of the error is not looked at
 
 
@@ -155,6 +157,8 @@ def culprits(run: Run) -> list[Culprit]:
         if not shares:
             shares = sorted(rows, key=lambda row: row.local_error or 0.0, reverse=True)[:4]
         found += [Culprit(row) for row in shares]
+        if trusted_budget(run) is None:
+            found += [Culprit(row) for row in before_amplifiers(run)]
         listed = run.budget.shares if run.budget is not None else []
         rounded = [share for share in listed if share.op == CAST_INPUT and share.share >= LEAST_SHARE]
         found += [Culprit(OpCall(CAST_INPUT)) for _ in rounded]
@@ -163,6 +167,19 @@ def culprits(run: Run) -> list[Culprit]:
             found.sort(key=lambda each: (each.row.share or 0.0) + (each.number is not None), reverse=True)
     position = {id(row): index for index, row in enumerate(rows)}
     return sorted(found[: 40 * MOST_SITES], key=lambda each: position.get(id(each.row), -1))
+
+
+def before_amplifiers(run: Run) -> list[OpCall]:
+    """The op calls whose rounding an op magnifies beyond the tolerance, as sin does a phase's."""
+    rows, found = list(run.op_calls.rows()), set[int]()
+    for index, row in enumerate(rows):
+        grown = max(run.tolerance or 0.0, JUMP * (row.input_error or 0.0))
+        if row.is_forward and row.input_error and row.input_error < 1.0 and (row.accumulated_error or 0.0) > grown:
+            last = {index}
+            for _ in range(STEPS_BEFORE):
+                last = {writer - back for writer in last for back in rows[writer].reads if back}
+                found |= last
+    return [rows[index] for index in sorted(found) if rows[index].is_forward]
 
 
 class Sites:

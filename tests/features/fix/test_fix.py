@@ -125,6 +125,12 @@ CASES = {
     "in place": ("h = self.fc(x) * 300\nh *= h\nreturn h.mean(-1, keepdim=True).sqrt() + self.fc(x)",
                  "h = (h.float() * h.float())"),
     "scale": ("h = self.fc(x) * 400\nreturn (h @ h.T) / 4096", "2**-"),
+    "cast": ("t = (torch.arange(4) * 333.37).to(x.dtype)\nreturn self.fc(x) + 3 * torch.sin(t.float())[:, None]",
+             "(torch.arange(4) * 333.37).float()"),
+    "type_as": ("t = (torch.arange(4) + 4001).type_as(x)\nreturn self.fc(x) + 3 * torch.sin(t)[:, None]",
+                "(torch.arange(4) + 4001).float()"),
+    "positions": ("t = torch.arange(4001, 4005, dtype=x.dtype)\nreturn self.fc(x) + 3 * torch.sin(t)[:, None]",
+                  "torch.arange(4001, 4005, dtype=torch.float32)"),
 }  # fmt: skip
 
 
