@@ -53,7 +53,7 @@ KNOWN_BEFORE = {"masked_scores": "https://github.com/huggingface/transformers/is
 """Reports of what an older one had reported, which a scan shows."""
 
 REPORTS = [
-    Report("affine_grid", "autocast-fp16", "share", "affine_grid_generator", r"lowprec-check fix"),
+    Report("affine_grid", "autocast-fp16", "share", "affine_grid_generator", r"build the grid in fp32"),
     Report("affine_svd", "half", "LP101", "linalg_svd", r"compute it in fp32 and cast back"),
     Report("box_areas", "half", "LP201", "prod", FP32),
     Report("box_coder", "half", "LP207", "log", EPSILON, "effect"),
@@ -161,6 +161,7 @@ def said(report: Report) -> tuple[bool, str]:
     result, line = scanned(report.name), line_of(report)
     about = [each for each in result.diagnostics if each.precision == report.precision and each.severity != "note"]
     advice = [each.help or "" for each in about]
+    advice += [each.known.repair for each in about if each.known is not None]
     advice += [each.text for each in result.statements if report.precision in each.runs]
     if report.code == "share":
         named = any(re.search(rf"\({report.op}, \S*{re.escape(line)}\)", text) for text in advice)
