@@ -711,6 +711,8 @@ NOTED = {
     ),
     "train.py:15 makes a number of what the model computes (item)": "for x, y in batches():\n    out = model(x)\n"
     "    loss = F.cross_entropy(out, y) * out.max().item()\n" + STEP,
+    "train.py:15 reads the dtype of what the model computes": "for x, y in batches():\n    out = model(x)\n"
+    "    scale = 2.0 if out.dtype == torch.float16 else 1.0\n    loss = F.cross_entropy(out * scale, y)\n" + STEP,
     "the script calls backward() 2 times for a step": "for x, y in batches():\n    out = model(x)\n"
     "    out.mean().backward(retain_graph=True)\n    F.cross_entropy(out, y).backward()\n    optimizer.step()\n"
     "    optimizer.zero_grad()\n",

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from lowprec_check.torchkit.devices import generator_states
 from lowprec_check.torchkit.floating_dtypes import NARROW
@@ -55,6 +56,8 @@ class Node:
     """What a method of a model called."""
     draws: bool = False
     """Whether a function of tensors without gradients draws random numbers."""
+    dtype_of: Tensor | None = None
+    """What it takes a dtype, or a limit of one, from: ``x.to(y.dtype)``."""
     is_in_fp32: bool = False
     """Whether a function was computed in fp32, since it has no kernel for what it reads."""
 
@@ -90,6 +93,16 @@ class Node:
         in_place = self.name.endswith("_") and not self.name.endswith("__")
         first = in_place or self.name == "__setitem__" or self.name.startswith("__i")
         return [*self.reads[:first], *(tensor for _, tensor in leaves(self.kwargs.get("out")))]
+
+    def takes_dtype_of(self, tensor: Tensor) -> bool:
+        """Whether the dtype of ``tensor``, read before, is in its arguments."""
+        if not any(is_of_dtype(value, tensor.dtype) for value in tree_leaves((self.args, self.kwargs))):
+            return False
+        self.dtype_of = tensor
+        if not any(tensor is read for read in self.reads):
+            self.reads.append(tensor)
+            self.versions.append(version_of(tensor))
+        return True
 
     def written(self) -> set[int]:
         """Ids of the tensors that it makes or changes."""
@@ -136,6 +149,27 @@ def opened(nodes: Sequence[Node], losses: Iterable[Tensor]) -> list[list[Node]]:
     return parts
 
 
+def dtype_read(tensor: Tensor) -> torch.dtype:
+    """What stands for reading a dtype among recorded calls."""
+    return tensor.dtype
+
+
+_LIMITS = ("min", "max", "eps", "tiny", "smallest_normal")
+
+
+def limits_of(dtype: torch.dtype) -> list[float]:
+    """The numbers that code makes of a floating-point dtype: ``torch.finfo(dtype).min``."""
+    limits = [getattr(torch.finfo(dtype), name) for name in _LIMITS]
+    return [*limits, limits[0] / 2, limits[1] / 2]
+
+
+def is_of_dtype(value: Any, dtype: torch.dtype) -> bool:
+    """Whether an argument is a floating-point ``dtype``, or a limit of it."""
+    if type(value) is float:
+        return dtype.is_floating_point and value in limits_of(dtype)
+    return value is dtype and dtype.is_floating_point
+
+
 def autocasts_now() -> dict[str, torch.dtype]:
     """The dtype of autocast, by the type of the device for which it is enabled."""
     enabled = {}
@@ -165,6 +199,8 @@ class CallRecorder(TorchFunctionMode):
         """Ids of the tensors that calls read; some may be freed."""
         self.on = False
         self.is_paused = False
+        self._dtype_read: Node | None = None
+        """Where a dtype was read last, if nothing was called since."""
         self.bytes = 0
         """Of the tensors that were recorded; a view counts like a copy."""
         self.on_change: Callable[[Tensor, str | None], None] = lambda _tensor, _line: None
@@ -177,7 +213,14 @@ class CallRecorder(TorchFunctionMode):
 
     def recorded(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a call; recorded if it makes tensors of tensors, or numbers of them."""
+        if getattr(call, "__self__", None) is Tensor.dtype:
+            self._note_dtype()
+            self._dtype_read = Node.of(dtype_read, args[:1], {})
+            return call(*args, **kwargs)
         node = Node.of(call, args, kwargs)
+        if self._dtype_read is not None and node.takes_dtype_of(self._dtype_read.reads[0]):
+            self._dtype_read = None
+        self._note_dtype()
         is_given_data = getattr(call, "__self__", None) is Tensor.data and node.name == "__set__"
         for tensor in [*node.changed, *args[:is_given_data]]:
             self.on_change(tensor, node.line)
@@ -204,8 +247,15 @@ class CallRecorder(TorchFunctionMode):
             self.add(node)
         return result
 
+    def _note_dtype(self) -> None:
+        """Keep where a dtype was read, which may decide what the user's code does."""
+        if self._dtype_read is not None:
+            self.nodes.append(self._dtype_read)
+            self._dtype_read = None
+
     def add(self, node: Node) -> None:
         """Keep a call, once it is made."""
+        self._note_dtype()
         self.nodes.append(node)
         self._read.update(map(id, node.reads))
         tensors = [*node.results, *(tensor for _, tensor in leaves(node.given))]
@@ -213,7 +263,7 @@ class CallRecorder(TorchFunctionMode):
 
     def forget(self) -> None:
         """Free all that was recorded."""
-        self.on, self.bytes = False, 0
+        self.on, self.bytes, self._dtype_read = False, 0, None
         self.nodes.clear()
         self.copies.clear()
         self._read.clear()

@@ -9,8 +9,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
-from lowprec_check.engine.model.call_recorder import NUMBERS, Node, UnrepeatableError, autocasts_now, version_of
+from lowprec_check.engine.model.call_recorder import (
+    NUMBERS,
+    Node,
+    UnrepeatableError,
+    autocasts_now,
+    dtype_read,
+    is_of_dtype,
+    limits_of,
+    version_of,
+)
 from lowprec_check.errors import UsageError
 from lowprec_check.torchkit.pytree import leaves, map_tensors
 from lowprec_check.torchkit.source_location import call_recorded
@@ -45,6 +55,16 @@ class _Step:
     results: list[int]  # keys
     model: str | None  # the name of the model that it calls
     phase: int
+    of_dtype: tuple[int, torch.dtype] | None
+    """The key of the tensor of whose dtype its arguments depend, and that dtype as recorded."""
+
+    @property
+    def reads(self) -> set[int]:
+        """The keys of what it reads."""
+        keys = {id(tensor) for _, tensor in leaves((self.args, self.kwargs))}
+        if self.of_dtype is not None:
+            keys.add(self.of_dtype[0])
+        return keys
 
     def call_in(self, root: nn.Module) -> Callable[..., Any]:
         """What it calls: a function, a model inside ``root``, or a method of that."""
@@ -119,9 +139,12 @@ class Program:
         self.numbers = [
             node
             for index, node in enumerate(nodes[: max(repeated, default=0)])
-            if index > repeated[-1] and node.name in NUMBERS and depends[index] and id(node.reads[0]) not in after
+            if index > repeated[-1]
+            and (node.name in NUMBERS or node.call is dtype_read)
+            and depends[index]
+            and id(node.reads[0]) not in after
         ]
-        """Where the user's code made numbers of what the loss may depend on."""
+        """Where the user's code read numbers or dtypes of what the loss may depend on."""
         self.calls = [node for node in self.nodes if isinstance(node.call, nn.Module)]
         self.trained, self._keys = trained, dict[int, Tensor]()
         self._inputs = self._find_inputs(copies)
@@ -197,15 +220,16 @@ class Program:
             name = None
             if isinstance(node.call, nn.Module):
                 name = models.get(node.call, "")
-            self._steps.append(_Step(node, args, kwargs, [self._key(tensor) for tensor in node.results], name, phase))
+            results, source = [self._key(tensor) for tensor in node.results], dtype_source(node)
+            of_dtype = None if source is None else (self._key(source), source.dtype)
+            self._steps.append(_Step(node, args, kwargs, results, name, phase, of_dtype))
             for tensor in node.reads:
                 if id(tensor) in self.trained and id(tensor) in names:
                     self._parameters[self._key(tensor)] = names[id(tensor)]
         # Programs of equal form can share the code of a step, and differ in their inputs only
         self.loss_keys = [[self._key(loss) for loss in phase.losses] for phase in self.plan]
         self._later = [
-            {id(tensor) for step in self._steps if step.phase > phase for _, tensor in leaves((step.args, step.kwargs))}
-            for phase in range(len(self.plan))
+            {key for step in self._steps if step.phase > phase for key in step.reads} for phase in range(len(self.plan))
         ]
         plan = [(phase.clears, len(phase.losses), phase.steps) for phase in self.plan]
         order = {id(tensor): number for number, tensor in enumerate(self._keys.values())}
@@ -276,6 +300,9 @@ class Program:
                     if again is not None:
                         call = step.node.as_recorded(call)
                     args, kwargs = map_tensors((step.args, step.kwargs), value_of)
+                    if step.of_dtype is not None:
+                        key, dtype = step.of_dtype
+                        args, kwargs = with_dtype((args, kwargs), dtype, values[key].dtype)
                     result = call_recorded(call, args, kwargs, step.node.line)
             tensors = [tensor for _, tensor in leaves(result)]
             count, expected = len(tensors), len(step.results)
@@ -299,6 +326,35 @@ def _reaches(tensor: Tensor, trained: dict[int, nn.Parameter]) -> bool:
             return True
         waiting += [following for following, _ in function.next_functions]
     return False
+
+
+def dtype_source(node: Node) -> Tensor | None:
+    """The tensor of whose dtype the arguments of a function are made; ``None`` if of none.
+
+    A limit of fp32 beside a tensor in fp32 is taken for that of its dtype.
+    """
+    if node.dtype_of is not None or isinstance(node.call, nn.Module):
+        return node.dtype_of
+    floating = [tensor for tensor in node.reads if tensor.is_floating_point()]
+    numbers = [value for value in tree_leaves((node.args, node.kwargs)) if type(value) is float]
+    if floating and any(is_of_dtype(number, floating[0].dtype) for number in numbers):
+        return floating[0]
+    return None
+
+
+def with_dtype(arguments: Any, recorded: torch.dtype, now: torch.dtype) -> Any:
+    """The arguments with another dtype and its limits in place of those that were ``recorded``."""
+    if now is recorded or not now.is_floating_point:
+        return arguments
+
+    def replaced(value: Any) -> Any:
+        if not is_of_dtype(value, recorded):
+            return value
+        if value is recorded:
+            return now
+        return limits_of(now)[limits_of(recorded).index(value)]
+
+    return tree_map(replaced, arguments)
 
 
 def copy_of(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lowprec_check.engine.model.call_recorder import Node, UnrepeatableError
+from lowprec_check.engine.model.call_recorder import Node, UnrepeatableError, dtype_read
 from lowprec_check.engine.model.loss_program import Backward, Phase, Program, copy_of
 from lowprec_check.engine.model.optimizer_like import Clip, OptimizerLike, OptimizersLike, Settings
 from lowprec_check.engine.model.snapshot import restore_tensor
@@ -291,9 +291,12 @@ class ObservedSteps:
         if len(program.calls) > 1:
             names = ", ".join(dict.fromkeys(type(node.call).__name__ for node in program.calls))
             yield f"the loss follows from {len(program.calls)} calls ({names}): the scanned module makes all of them"
-        for node in program.numbers[:1]:
+        reads = {node.call is dtype_read: node for node in reversed(program.numbers)}
+        for is_dtype, node in reads.items():
+            what = "reads the dtype" if is_dtype else "makes a number"
+            name = "" if is_dtype else f" ({node.name})"
             whose = "where the loss depends on it, it is that of the script's step"
-            yield f"{node.line} makes a number of what the model computes ({node.name}): {whose}"
+            yield f"{node.line} {what} of what the model computes{name}: {whose}"
 
     def training(self, script: str) -> ObservedTraining | None:
         """What a scan trains, after a check of the first step; ``None`` without any gradients."""

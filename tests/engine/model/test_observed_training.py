@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import msgspec
 import pytest
 import torch
 from conftest import Call
-from observed_scripts import BY_HAND, FRAMEWORKS, HEAD, MIXED, NOTED, REFUSED, SCRIPTS, SEVERAL
+from observed_scripts import BY_HAND, FRAMEWORKS, HEAD, MIXED, NOTED, REFUSED, SCRIPTS, SEVERAL, STEP
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowprec_check import ScanResult, UsageError
@@ -174,6 +175,49 @@ def test_the_code_for_accumulated_gradients_is_a_loop(here: Path, write: Write) 
     for one, other in zip(target.model.parameters(), weights[0], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     assert losses
+
+
+OF_DTYPE = {
+    "finfo.min": "out.masked_fill(mask, torch.finfo(out.dtype).min).logsumexp(1)",
+    "finfo.max": "out.clamp(-torch.finfo(out.dtype).max, torch.finfo(out.dtype).max).square()",
+    "finfo.eps": "out / (out.norm(dim=1, keepdim=True) + torch.finfo(out.dtype).eps)",
+    "finfo.tiny": "out.square().clamp(min=torch.finfo(out.dtype).tiny).log()",
+    "half of finfo.min": "torch.where(mask, torch.finfo(out.dtype).min / 2, out).softmax(1)",
+    "full": "(out + torch.full((32, 3), torch.finfo(out.dtype).min, dtype=out.dtype).triu(1)).logsumexp(1)",
+    "to": "(out * mask.to(out.dtype)).exp()",
+    "zeros": "torch.maximum(out, torch.zeros(3, dtype=out.dtype))",
+    "entropy": "torch.distributions.Categorical(logits=out).entropy()",
+    "a function of its own": "limited(out)",
+}
+"""Losses that are made of the dtype of an output."""
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("precision", ["autocast", "cast"])
+def test_what_is_made_of_a_dtype_is_that_of_the_precision(here: Path, write: Write, seed: int, precision: str) -> None:
+    """Three of the losses together; compared with the script's own code in the precision."""
+    terms = random.Random(seed).sample(list(OF_DTYPE), 3) if seed else list(OF_DTYPE)
+    loss = " + ".join(f"({OF_DTYPE[term]}).float().mean()" for term in terms)
+    made = "def limited(a):\n    low = torch.finfo(a.dtype)\n    return a.clamp(low.min, low.max) + low.eps\n"
+    code = f"mask = y[:, None] == torch.arange(3)\nloss = {loss}\n"
+    script = f"{HEAD}{made}{MODEL}for x, y in batches():\n    out = model(x)\n{textwrap.indent(code, '    ')}{STEP}"
+    write(script, "train.py")
+    target = load_target("train.py", steps=1)
+    space: dict[str, Any] = {}
+    exec(f"{HEAD}{made}{MODEL}x, y = next(batches())\n", space)
+    model, x = space["model"], space["x"]
+    if precision == "cast":
+        model, x = model.bfloat16(), x.bfloat16()
+    args = [x if tensor.shape == x.shape else tensor for tensor in target.args]
+    targets = [t.bfloat16() if precision == "cast" and t.is_floating_point() else t for t in target.targets]
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
+        space["out"] = model(x)
+        exec(code, space)
+        own = target.model.bfloat16() if precision == "cast" else target.model
+        output = own(*args)
+        value = loss_of(target.loss, output, LossInputs(tuple(args), {}, tuple(targets)))
+    torch.testing.assert_close(value, space["loss"], rtol=1e-2, atol=0)
+    assert value.isfinite()
 
 
 def test_what_is_recorded_of_a_step_stays_small(here: Path, write: Write) -> None:
