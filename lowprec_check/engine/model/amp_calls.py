@@ -1,4 +1,4 @@
-"""Follows what a script does with autocast and ``GradScaler``, and switches both off.
+"""Follows what a script does with autocast and ``GradScaler``, which do nothing meanwhile.
 
 ``GradScaler`` checks the order of its calls. These checks are made here too, so that a script that
 it would stop is observed to its end.
@@ -57,10 +57,13 @@ class _Autocast(NamedTuple):
 
 
 class AmpCalls:
-    """What a script does with both; ``is_inside`` models, autocast is left alone."""
+    """What a script does with both; ``is_inside`` models, autocast is left alone.
 
-    def __init__(self, is_inside: Callable[[], bool] = lambda: False) -> None:
-        self._is_inside = is_inside
+    With ``keeps_autocast`` it is left alone everywhere: the script may look at dtypes.
+    """
+
+    def __init__(self, is_inside: Callable[[], bool] = lambda: False, *, keeps_autocast: bool = False) -> None:
+        self._is_inside, self._keeps_autocast = is_inside, keeps_autocast
         self._in_step = False  # of a `GradScaler`
         self._scalers: dict[Any, _Scaler] = {}
         self._is_own = False  # whether autocast is entered here
@@ -83,6 +86,11 @@ class AmpCalls:
         return bool(self._scalers)
 
     @property
+    def has_switched_off(self) -> bool:
+        """Whether autocast of the script was switched off."""
+        return bool(self.dtypes) and not self._keeps_autocast
+
+    @property
     def scale(self) -> float | None:
         """The scale that a ``GradScaler`` of a loss starts with; ``None`` without one."""
         return next((scaler.scale for scaler in self._scalers.values() if scaler.has_scaled), None)
@@ -93,7 +101,6 @@ class AmpCalls:
         scaler, autocast = torch.amp.GradScaler, torch.autocast
         return [
             (scaler, "__init__", self._make_scaler),
-            (scaler, "is_enabled", self._is_enabled),
             (scaler, "get_scale", self._get_scale),
             (scaler, "scale", self._scale),
             (scaler, "unscale_", self._unscale),
@@ -129,6 +136,8 @@ class AmpCalls:
         self._blocks.append(block)
         if block.is_enabled and torch.is_grad_enabled():
             self.dtypes[block.dtype] = None
+        if self._keeps_autocast:
+            return original(context)
         # A decorator enters the same context again, perhaps when nothing is observed
         context._enabled = False
         try:
@@ -161,7 +170,7 @@ class AmpCalls:
         blocks, before = self.open_blocks, node.autocasts
         for restore in node.restore_generators:
             restore()
-        if blocks:
+        if blocks and not self._keeps_autocast:
             self._is_own = True
             node.autocasts = before | blocks
             try:
@@ -197,10 +206,6 @@ class AmpCalls:
             # Torch disables one for a device that is not here
             elsewhere = "" if scaler._enabled else scaler._device
             self._scalers[scaler] = _Scaler(float(made.arguments["init_scale"]), elsewhere)
-        scaler._enabled = False
-
-    def _is_enabled(self, original: Callable[..., Any], scaler: Any) -> bool:
-        return scaler in self._scalers or original(scaler)
 
     def _get_scale(self, original: Callable[..., Any], scaler: Any) -> Any:
         # The script may divide gradients by it
@@ -211,6 +216,11 @@ class AmpCalls:
         if scaler not in self._scalers:
             return original(scaler, outputs)
         self._scalers[scaler].has_scaled = True
+        # Its own scale, which the script may read, is that of the gradients
+        if scaler._enabled:
+            if scaler._scale is None:
+                scaler._lazy_init_scale_growth_tracker(torch.device(scaler._device))
+            scaler._scale.fill_(1.0)
         if self.dtypes and all(dtype == torch.bfloat16 for dtype in self.dtypes):
             self._note("scaler-for-bf16", sys._getframe(2), op="scale")
         if not isinstance(outputs, Tensor):
@@ -231,7 +241,8 @@ class AmpCalls:
     def _unscale(self, original: Callable[..., Any], scaler: Any, optimizer: Any) -> None:
         if scaler in self._scalers:
             self._unscaled(scaler, optimizer, "unscale_", sys._getframe(2))
-        original(scaler, optimizer)
+        else:
+            original(scaler, optimizer)
 
     def _unscaled(self, scaler: Any, optimizer: Any, op: str, frame: FrameType) -> None:
         state = self._scalers[scaler]
@@ -277,19 +288,20 @@ class AmpCalls:
             state.stages[id(optimizer)] = ("stepped", own_line(frame))
         self._in_step = True
         try:
-            return original(scaler, optimizer, *args, **kwargs)
+            return optimizer.step(*args, **kwargs)
         finally:
             self._in_step = False
 
     def _update(self, original: Callable[..., Any], scaler: Any, new_scale: Any = None) -> None:
         state, frame = self._scalers.get(scaler), sys._getframe(2)
-        if state is not None and not self._is_scaled_never(state, "update", frame):
+        if state is None:
+            original(scaler, new_scale)
+        elif not self._is_scaled_never(state, "update", frame):
             if new_scale is None and not (state.has_checks or state.is_passed_over):
                 raises = "AssertionError: No inf checks were recorded prior to update."
                 self._note_of(state, "no-inf-checks", frame, op="update", raises=raises)
             state.stages.clear()
             state.has_checks = state.is_passed_over = False
-        original(scaler, new_scale)
 
     def _note_of(self, scaler: _Scaler, fault: AmpFault, frame: FrameType, **details: Any) -> None:
         self._note(fault, frame, scale=scaler.scale, elsewhere=scaler.elsewhere, **details)

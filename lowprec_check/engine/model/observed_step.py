@@ -84,9 +84,9 @@ class StepObserver(ThreadObserver):
     Enter :meth:`observing` around the script, and let its calls of models come by :meth:`call`.
     """
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, *, keeps_autocast: bool = False) -> None:
         super().__init__()
-        self._amp = AmpCalls(lambda: self._recorder.is_paused)
+        self._amp = AmpCalls(lambda: self._recorder.is_paused, keeps_autocast=keeps_autocast)
         self._recorder = CallRecorder(self._amp.computed)
         self._recorder.on_change = self._weight_changes
         self._torch_call = nn.Module.__call__
@@ -335,8 +335,14 @@ class StepObserver(ThreadObserver):
                 if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
                     self._weights.keep(tensor, record.values[id(tensor)][2])
 
+    @property
+    def lacks_autocast(self) -> bool:
+        """Whether autocast of the script was switched off."""
+        return self._amp.has_switched_off
+
     def _grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A function that is no function of torch to its modes."""
+        args = tuple(list(argument) if isinstance(argument, Iterator) else argument for argument in args)
         if self._recorder.on:
             return self._recorder.recorded(original, args, kwargs)
         return original(*args, **kwargs)

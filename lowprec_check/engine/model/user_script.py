@@ -29,6 +29,7 @@ from lowprec_check.engine.model.observed_step import SECONDS, StepObserver
 from lowprec_check.engine.model.observed_training import ObservedTraining
 from lowprec_check.engine.model.rest_of_code import is_module
 from lowprec_check.engine.model.user_surroundings import Surroundings, exit_handlers_of_the_user
+from lowprec_check.errors import UsageError
 from lowprec_check.process.function_worker import end_if_forked
 from lowprec_check.torchkit.source_location import PACKAGE, is_own_file, own_line, source_line
 
@@ -102,7 +103,15 @@ def run_user_code(work: Callable[[], object], script: str, steps: int, defined: 
         return run_to_first_call(work, defined=defined)
     observer = StepObserver(steps)
     try:
-        ran = run_to_first_call(work, observer)
+        try:
+            ran = run_to_first_call(work, observer)
+        except UsageError:
+            if not observer.lacks_autocast:
+                raise
+            # It may look at the dtypes that autocast gives
+            observer.forget()
+            observer = StepObserver(steps, keeps_autocast=True)
+            ran = run_to_first_call(work, observer)
         training = None
         if ran.call is not None or observer.found.is_training:
             training = observer.found.training(script)

@@ -1,1 +1,1 @@
-"""A failing run again, with the modules in fp32 that its analysis blames."""
+"""What a training script does wrong with autocast and ``GradScaler``."""

@@ -207,3 +207,32 @@ def test_faults_are_findings_and_follow_the_verdict() -> None:
     first = [said.text for said in result.statements if said.kind == "amp-use"]
     assert [text.split(":")[1] for text in first] == ["12", "14"]
     assert os.linesep not in first[0]
+
+
+READS = {
+    "the scale": "    print(scaler._scale.item(), scaler.get_scale(), scaler.state_dict()['scale'])\n",
+    "whether a step was skipped": "    skipped = scaler.get_scale() < 1\n    assert not skipped\n",
+    "its saved state": "    scaler.load_state_dict(scaler.state_dict())\n",
+}
+
+
+@pytest.mark.parametrize("kind", READS)
+def test_a_script_may_read_its_scaler(here: Path, kind: str) -> None:
+    body = "    scaler.scale(loss).backward()\n    scaler.step(optimizer); scaler.update()\n" + READS[kind]
+    training = observed(f"{HEAD}for step in range(3):\n    optimizer.zero_grad()\n{FORWARD}{body}")
+    assert not training.amp
+    assert len(training.losses) == 2
+
+
+@pytest.mark.parametrize("check", ["torch.is_autocast_enabled('cpu')", "model(x).dtype == torch.float16"])
+def test_a_script_that_checks_its_autocast_is_observed_under_it(here: Path, check: str) -> None:
+    body = f"        assert {check}\n    scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()\n"
+    training = observed(f"{HEAD}for step in range(3):\n    optimizer.zero_grad()\n{FORWARD}{body}")
+    assert not training.losses
+    assert any("autocast to float16" in note for note in training.notes)
+
+
+def test_parameters_may_come_from_a_generator(here: Path) -> None:
+    body = "    torch.autograd.grad(loss, model.parameters(), retain_graph=True)\n    loss.backward()\n"
+    body += "    optimizer.step()\n"
+    assert observed(f"{HEAD}for step in range(2):\n{FORWARD}{body}").losses
