@@ -17,7 +17,7 @@ from lowprec_check.schema.verdict import ExceptionInfo
 from lowprec_check.torchkit.floating_dtypes import NARROW
 
 _SMALLER = "use a smaller batch or shorter inputs, or free some memory"
-_OTHER_DTYPE = re.compile(r"dtype|scalar type|Input type .* and (weight|bias) type")
+OTHER_DTYPE = re.compile(r"dtype|scalar type|Type promoting|Input type .* and (weight|bias) type")
 _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|MemoryError|out of memory|can't allocate memory|not enough memory")
 
 
@@ -84,7 +84,7 @@ def failed_reference(error: ExceptionInfo, target: Target, mode: Mode, device: s
 def _hint_for_model(error: str, target: Target) -> str:
     """What to do about an exception with this message in the model itself."""
     narrow = next((name for name, weight in target.model.named_parameters() if weight.dtype in NARROW), None)
-    if narrow is not None and _OTHER_DTYPE.search(error):
+    if narrow is not None and OTHER_DTYPE.search(error):
         return (
             f"Some of its weights are in 16 bits as given, as {narrow} is; the reference has all in fp32. "
             "Cast the inputs of such layers with x.to(layer.weight.dtype), so that the model runs in both."

@@ -17,6 +17,7 @@ from lowprec_check.core.machine import Machine
 from lowprec_check.core.messages import Receive, Reporter, Send, Started, faults_sent
 from lowprec_check.core.mode import Mode
 from lowprec_check.core.preparation import kernels_of
+from lowprec_check.core.reference_errors import OTHER_DTYPE
 from lowprec_check.core.target_runs import TargetRuns
 from lowprec_check.core.tasks import ModelTask, RunTask
 from lowprec_check.core.trace.instrument import Options
@@ -71,7 +72,11 @@ class Training(Mode):
         """What to repair in the script first."""
         if target.observed is None:
             return None
-        return all_told(target.observed.amp) or None
+        hint, cast = all_told(target.observed.amp), target.observed.cast
+        if cast is not None and OTHER_DTYPE.search(error.message):
+            why = f"The script trains weights in {cast.dtype}, and fp32 has all in fp32"
+            hint = f"{why}: cast the inputs of layers with x.to(layer.weight.dtype). {hint}".strip()
+        return hint or None
 
     @contextlib.contextmanager
     def ready(self, task: ModelTask, target: Target, snapshot: Snapshot | None = None) -> Iterator[Prepared]:

@@ -12,11 +12,13 @@ from conftest import Call
 from lowprec_check import ScanResult
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.features.training.advice import training_code
+from lowprec_check.features.training.run import Training
 from lowprec_check.features.training.spread import Spread
 from lowprec_check.features.training.trajectory import Samples, Trajectory
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import ModelInfo
 from lowprec_check.schema.training import TrainingSetup, TrainingWay, WeightCast
+from lowprec_check.schema.verdict import ExceptionInfo
 
 HEAD = """\
 import torch, torch.nn.functional as F
@@ -128,3 +130,13 @@ def test_a_scan_recommends_weights_in_fp32(here: Path, call: Call) -> None:
     (said,) = [said.text for said in result.statements if said.kind == "weight-cast"]
     assert said.startswith("remove .to(torch.bfloat16) at train.py:6")
     assert not [note for note in result.model.notes if "the loss of the script is" in note]
+
+
+def test_a_model_that_casts_its_own_values_is_told_to_follow_its_weights(here: Path) -> None:
+    Path("train.py").write_text(f"{HEAD}model.bfloat16()\n{TRAINS.format(x='x.bfloat16()')}")
+    target = load_target("train.py", steps=1)
+    mismatch = ExceptionInfo(type="RuntimeError", message="mat1 and mat2 must have the same dtype")
+    hint = Training(1).failure_hint(mismatch, "cpu", target)
+    assert hint is not None
+    assert "cast the inputs of layers with x.to(layer.weight.dtype)" in hint
+    assert Training(1).failure_hint(ExceptionInfo(type="RuntimeError", message="no"), "cpu", target) is None
