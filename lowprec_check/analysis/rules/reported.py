@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 from lowprec_check.analysis.error_shares import main_causes, trusted_budget
 from lowprec_check.catalog.known_issues import Way
@@ -32,6 +32,10 @@ class ReportedFaults:
         """The reported fault that fits best; ``place`` has no op if all of the output is meant."""
         low = SHORT[dtype_of(dtype)] if dtype else None
         candidates = [pattern for pattern in known_patterns() if pattern.may_fit(code, low, way)]
+        op = place[1]
+        if op is not None:
+            candidates = [pattern for pattern in candidates if function_name(op) in pattern.ops]
+        # Which call reads which takes a while to collect in a large model.
         if not candidates:
             return None
         if run.key not in self._graphs:
@@ -49,12 +53,10 @@ class CallsAround:
         self._run = run
         self._rows = list(run.op_calls.rows())
         self._places: dict[Place, list[int]] = {}
-        self._writers: dict[int, list[int]] = {}
         self._readers: dict[int, list[int]] = {}
         for index, row in enumerate(self._rows):
             self._places.setdefault(row.place, []).append(index)
-            self._writers[index] = [index - back for back in row.reads if back]
-            for writer in self._writers[index]:
+            for writer in self._writers(index):
                 self._readers.setdefault(writer, []).append(index)
 
     def around(self, place: Place) -> OpsAround | None:
@@ -73,17 +75,20 @@ class CallsAround:
         return OpsAround(
             op=function_name(op),
             reads=self._near(calls, self._writers),
-            feeds=self._near(calls, self._readers),
+            feeds=self._near(calls, lambda call: self._readers.get(call, [])),
             largest=max((row.absmax for row in rows if row.absmax is not None), default=None),
             in_fp32=bool(rows) and all(_reads_fp32(row) for row in rows),
         )
 
-    def _near(self, calls: Iterable[int], edges: Mapping[int, list[int]]) -> frozenset[str]:
-        """The functions that are reached along ``edges`` in at most :data:`NEAR` steps."""
+    def _writers(self, call: int) -> list[int]:
+        return [call - back for back in self._rows[call].reads if back]
+
+    def _near(self, calls: Iterable[int], following: Callable[[int], list[int]]) -> frozenset[str]:
+        """The functions that ``following`` reaches in at most :data:`NEAR` steps."""
         reached, last = set(calls), set(calls)
         ops: set[str] = set()
         for _ in range(NEAR):
-            last = {index for call in last for index in edges.get(call, ())} - reached
+            last = {index for call in last for index in following(call)} - reached
             reached |= last
             ops |= {function_name(self._rows[index].op) for index in last}
         return frozenset(ops)
