@@ -117,6 +117,7 @@ MACHINE = {
     **dict.fromkeys(
         [f"LP50{number}" for number in range(1, 10)], "training; tests/features/training/test_training_advice.py"
     ),
+    **dict.fromkeys([f"LP51{number}" for number in range(5)], "a script; tests/features/amp_use"),
     "LP901": "other inputs, tested below",
     "LP903": "a slow kernel or one that crashes",
 }

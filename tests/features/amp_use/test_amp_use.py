@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from shared_result import shared_result
 
 from lowprec_check import UsageError
 from lowprec_check.analysis.conclusion import conclude
+from lowprec_check.analysis.rules.registry import rules
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.observed_training import ObservedTraining
 from lowprec_check.schema.amp_use import AmpFault, AmpUse
@@ -189,6 +191,25 @@ def test_losses_are_those_without_autocast(here: Path) -> None:
     scope: dict[str, object] = {}
     exec(f"{HEAD}loss = F.cross_entropy(model(x), y).item()\n", scope)
     assert observed(f"{HEAD}for step in range(1):\n{body}", 1).losses == (scope["loss"],)
+
+
+PAGES = {
+    "LP510": "{}",
+    "LP511": "for x, y in loader:\n    optimizer.zero_grad()\n    loss = criterion(model(x), y)\n{}",
+    "LP514": "for x, y in loader:\n    optimizer.zero_grad()\n{}\n    optimizer.step()",
+}
+
+
+@pytest.mark.parametrize("code", PAGES)
+def test_the_example_of_a_page_has_the_fault_and_its_repair_has_none(here: Path, code: str) -> None:
+    head = f"{HEAD}from torch.nn.utils import clip_grad_norm_\nloader, criterion = [(x, y)] * 8, F.cross_entropy\n"
+    before, after = textwrap.dedent(rules()[code].manual.rpartition("\n\n")[2]).split("# after\n")
+    for text, codes in ((before, {code}), (after, set())):
+        body = PAGES[code].format(textwrap.indent(text, "    " if code != "LP510" else ""))
+        uses = observed((head + body).replace('"cuda"', '"cpu"')).amp
+        setup = TrainingSetup(steps=1, loss="", optimizer="SGD(lr=0.1)", amp=list(uses))
+        result = conclude(msgspec.structs.replace(shared_result(), training=setup))
+        assert {found.code for found in result.diagnostics if found.code.startswith("LP51")} == codes
 
 
 def test_faults_are_findings_and_follow_the_verdict() -> None:
