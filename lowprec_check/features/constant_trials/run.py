@@ -24,7 +24,8 @@ class ConstantTrialsFeature(Feature):
         run = report.run
         if task.is_reference or not task.mode.is_forward or task.backend != EAGER or run.failed_call is not None:
             return
-        if run.status not in ("nonfinite", "inaccurate"):
+        seconds = task.explain_budget / 4
+        if run.status not in ("nonfinite", "inaccurate") or (run.latency_ms or 0.0) / 1e3 > seconds:
             return
         constants = vanished_constants(run.op_calls.rows())
         if not constants:
@@ -36,7 +37,7 @@ class ConstantTrialsFeature(Feature):
         limits: Any = {
             "tolerance": task.tolerance or 0.0,
             "seed": task.seed,
-            "seconds": task.explain_budget / 4,
+            "seconds": seconds,
         }
         with prepared_for(task, target) as ready:
             eager = in_eager_mode(ready, target)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import FrameType
 from typing import Any, Literal
 
@@ -48,11 +48,12 @@ def try_casts(
     *,
     tolerance: float,
     seed: int,
+    slow: Collection[str] = (),
 ) -> MixedDtypes | None:
     """The run with the first casts with which it passes, of those to 16 bits and those to fp32.
 
     What is written into a tensor, or meets a weight, gets the dtype of that in both. ``None`` if no
-    op was met that fails for its dtypes.
+    op was met that fails for its dtypes. Ops in ``slow`` are computed in fp32 and rounded.
     """
     snapshot, above = Snapshot(ready.model, (args, kwargs)), any(gap.layer == "function" for gap in gaps)
     first: MixedDtypes | None = None
@@ -61,7 +62,7 @@ def try_casts(
         for way in ways:
             inputs, regions = ready.inputs(args, kwargs), list[Any]()
             with ModuleStack(ready.model) as stack, following_regions(regions):
-                mode = Casting(stack, DtypeOrigins(ready.model, inputs), dtype, way, regions)
+                mode = Casting(stack, DtypeOrigins(ready.model, inputs), dtype, way, regions, slow=slow)
                 inner = _CastingFunctions(mode) if above else None
                 output, error = call_under(mode, ready, *inputs, seed, inner)
             snapshot.rewind()
@@ -92,9 +93,11 @@ class Casting(DispatchMode):
         way: Way,
         regions: Sequence[Any],
         *,
+        slow: Collection[str] = (),
         raises: bool = False,
     ) -> None:
         super().__init__()
+        self._slow = slow
         self._raises = raises  # whether the first such failure is raised, after it was noted
         self._regions = regions  # the active ``torch.autocast``, the innermost last
         self._stack, self.origins, self.low, self._way = stack, origins, low, way
@@ -105,10 +108,15 @@ class Casting(DispatchMode):
     def handle(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
         """Return the result of the op."""
         call, frame = DispatchedCall(func, args, kwargs, keys), sys._getframe(1)
+        retry = Retry(func, args, kwargs, self.low, call.written())
+        is_slow = call.traits.name in self._slow and not call.traits.casts and not retry.mixed
         try:
-            out = call.run()
+            if is_slow:
+                with torch._C._DisableAutocast():
+                    out = retry.widened()
+            else:
+                out = call.run()
         except Exception as error:
-            retry = Retry(func, args, kwargs, self.low, call.written())
             names = [argument.name for argument in func._schema.arguments]
             with torch._C._DisableAutocast():
                 out = self.cast(retry, error, call.traits.name, names, frame)

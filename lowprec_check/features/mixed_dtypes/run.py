@@ -51,6 +51,7 @@ class MixedDtypesTrials(Feature):
                 saved.outputs[0],
                 tolerance=task.tolerance or 0.0,
                 seed=task.seed,
+                slow=run.emulated,
             )
         report.add(mixed_dtypes=tried)
 
