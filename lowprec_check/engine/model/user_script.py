@@ -27,6 +27,7 @@ from lowprec_check.engine.model.method_calls import methods_watched
 from lowprec_check.engine.model.model_making import Making, made_by_constructor, part_of_making, still_defines
 from lowprec_check.engine.model.observed_step import SECONDS, StepObserver
 from lowprec_check.engine.model.observed_training import ObservedTraining
+from lowprec_check.engine.model.outside_effects import OutsideEffects
 from lowprec_check.engine.model.rest_of_code import is_module
 from lowprec_check.engine.model.user_surroundings import Surroundings, exit_handlers_of_the_user
 from lowprec_check.errors import UsageError
@@ -153,10 +154,11 @@ def run_to_first_call(
 
     script = greenlet.greenlet(run)
     script.gr_context = running.caller.gr_context
-    before = Surroundings()
+    before, outside = Surroundings(), OutsideEffects()
     with (
         exit_handlers_of_the_user() as handlers,
         KeptFiles() as files,
+        outside.watched(),
         _interrupted_by(running.leave_if_possible) as running.interrupt,
     ):
         observing = contextlib.nullcontext() if observer is None else observer.observing(running.leave)
@@ -170,7 +172,7 @@ def run_to_first_call(
         # Else it would be unwound when it is freed, also at exit
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(script))
         before.restore(handlers)
-    notes = files.notes
+    notes = (*files.notes, *outside.notes)
     if running.has_left and running.is_overdue and defined is not None:
         notes = (*notes, _LEFT)
     return Ran(call, notes)

@@ -267,3 +267,29 @@ def test_a_scan_of_a_script_changes_nothing(files: Path, write: Write, call: Cal
     result = ScanResult.from_json(done.stdout.encode())
     assert [run.status for run in result.runs] == ["ok"] * 3
     assert result.model.inputs == ["(6, 3)"]
+
+
+OUTSIDE = {
+    "import subprocess\nsubprocess.run(['true'])": "starts true at train.py:4",
+    "import subprocess\nsubprocess.run('true; true', shell=True)": "starts sh at train.py:4",
+    "import os\nos.system('true now')": "starts true at train.py:4",
+    "import sqlite3\nsqlite3.connect('runs.db').close()": "opens the database runs.db at train.py:4",
+    "import socket, contextlib\nwith contextlib.suppress(OSError):\n    socket.create_connection(('127.0.0.1', 9))": (
+        "connects to 127.0.0.1:9 at train.py:5"
+    ),
+    "import sqlite3\nsqlite3.connect(':memory:').close()": None,
+    "torch.cpu._is_avx512_supported()\nopen('log', 'w').close()": None,
+}
+
+
+@pytest.mark.parametrize("code", OUTSIDE)
+def test_what_happens_outside_the_process_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = f"import torch\nnet = torch.nn.Linear(2, 2)\n{code}\nnet(torch.ones(1, 2))\n"
+    Path("train.py").write_text(script)
+    said = [note for note in load_target("train.py").notes if "outside this process" in note]
+    wanted = OUTSIDE[code]
+    if wanted is None:
+        assert not said
+    else:
+        assert said == [f"the file {wanted}: what that changes outside this process stays changed"]
