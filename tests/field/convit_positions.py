@@ -15,8 +15,8 @@ class GatedAttention(nn.Module):
 
     def forward(self, x):
         count = x.shape[1]
-        offset = torch.arange(count)[None, :] - torch.arange(count)[:, None]
-        relative = torch.zeros(1, count, count, 3)
+        offset = torch.arange(count, device=x.device)[None, :] - torch.arange(count, device=x.device)[:, None]
+        relative = torch.zeros(1, count, count, 3, device=x.device)
         relative[..., 0], relative[..., 1], relative[..., 2] = offset, offset.abs(), offset**2
         scores = self.position(relative)  # cause
         return scores.softmax(2).mean(-1) @ x

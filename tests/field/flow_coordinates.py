@@ -12,8 +12,8 @@ from torch import nn
 class Warp(nn.Module):
     def forward(self, image, flow):
         height, width = image.shape[-2:]
-        x = torch.arange(width, dtype=flow.dtype) + flow[:, 0]  # cause
-        y = torch.arange(height, dtype=flow.dtype)[:, None] + flow[:, 1]
+        x = torch.arange(width, dtype=flow.dtype, device=flow.device) + flow[:, 0]  # cause
+        y = torch.arange(height, dtype=flow.dtype, device=flow.device)[:, None] + flow[:, 1]
         grid = torch.stack([2 * x / (width - 1) - 1, 2 * y / (height - 1) - 1], -1)
         return F.grid_sample(image, grid, align_corners=True)
 

@@ -14,7 +14,7 @@ class LocalAttention(nn.Module):
         self.value = nn.Linear(4, 4)
 
     def forward(self, x):
-        position = torch.arange(x.shape[1], dtype=x.dtype)[-8:]  # cause
+        position = torch.arange(x.shape[1], dtype=x.dtype, device=x.device)[-8:]  # cause
         allowed = position[:, None] >= position  # effect
         weights = allowed.to(x.dtype) / allowed.sum(-1, keepdim=True)
         return weights @ self.value(x[:, -8:])

@@ -14,7 +14,7 @@ class Rotary(nn.Module):
         self.register_buffer("inv_freq", 10000 ** (-torch.arange(0, width, 2) / width), persistent=False)
 
     def forward(self, length):
-        position = torch.arange(length, dtype=torch.float32)
+        position = torch.arange(length, dtype=torch.float32, device=self.inv_freq.device)
         phase = position[:, None] * self.inv_freq.float()  # cause
         return phase.cos(), phase.sin()
 

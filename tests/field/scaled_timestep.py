@@ -16,7 +16,7 @@ class Denoiser(nn.Module):
     def forward(self, x, step):
         sigma = step.float() / 1024
         timestep = (sigma * 1000).to(x.dtype)  # cause
-        frequency = torch.exp(-torch.arange(32) / 32 * 9.2)
+        frequency = torch.exp(-torch.arange(32, device=x.device) / 32 * 9.2)
         angle = timestep[:, None].float() * frequency
         embedding = torch.cat([angle.cos(), angle.sin()], -1).to(x.dtype)
         return self.x(x) + 4 * self.t(embedding)
