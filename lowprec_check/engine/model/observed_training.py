@@ -87,7 +87,9 @@ class ObservedLoss:
         # What computes the loss of each phase
         made = []
         for nodes in phases.values():
-            functional = [node for node in nodes if getattr(nn.functional, node.name, None) is node.call]
+            # A function may have been recorded as what observes it
+            calls = [(node, inspect.unwrap(node.call)) for node in nodes if not isinstance(node.call, nn.Module)]
+            functional = [node for node, call in calls if getattr(nn.functional, node.name, None) is call]
             # A number that divides the loss in the end, to accumulate gradients, does not count
             is_divided = bool(functional) and nodes[-1].name == "div" and len(nodes[-1].reads) == 1
             self.line = nodes[-2 if is_divided else -1].line

@@ -622,6 +622,16 @@ def test_what_a_script_does_between_its_steps_is_told_by_its_losses(
     assert [note[: len(start)] for note, start in zip(notes, expected, strict=True)] == expected
 
 
+def test_a_loss_that_autocast_refuses_on_some_devices_is_named(here: Path, write: Write) -> None:
+    body = "criterion = nn.BCELoss()\nmodel = nn.Sequential(nn.Linear(8, 3), nn.Sigmoid())\n"
+    body += "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+    body += "loss = criterion(model(X), Y.sigmoid()[:, None].expand(-1, 3))\nloss.backward()\noptimizer.step()\n"
+    write(HEAD + body, "train.py")
+    observed = load_target("train.py", steps=1).observed
+    assert observed is not None
+    assert observed.loss.words.startswith("binary_cross_entropy of train.py:")
+
+
 def test_a_script_may_train_on_a_sparse_graph(here: Path, write: Write) -> None:
     body = """
 graph = torch.eye(96).roll(1, 0).to_sparse()
