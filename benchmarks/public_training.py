@@ -1,18 +1,12 @@
-"""Observe training scripts as published, and compare with what they do; perhaps train them in low precision.
+"""Observe training scripts as published, and compare with what they do: ``benchmarks/public_training.toml`` lists them.
 
-    python benchmarks/public_training.py CHECKOUTS
-    python benchmarks/public_training.py CHECKOUTS --steps 300 --seeds 3 --only nanogpt
+    python benchmarks/public_training.py CHECKOUTS --steps 300
 
-``public_training.toml`` lists the scripts; ``CHECKOUTS/OWNER+NAME`` is a repository, with the data that is stubbed.
-Modules that stand for missing packages and data sets are found by PYTHONPATH.
-
-- *observed*: the losses of the first three steps are those of the plain script, added up over the backward passes;
-- *refused*: the scan ends with the reason that is shown, to be judged by reading the script;
-- *wrong*: other losses, a crash, or no answer within ``--limit`` seconds.
-
-With ``--steps N`` each script also trains in fp32 and under autocast to bfloat16 (around all but ``backward()``) from
-the same seeds. The table has the mean of the last tenth of the losses of each seed; *as fp32* means that the mean
-under autocast is in the range of those of fp32, widened by its width on both sides.
+``CHECKOUTS/OWNER+NAME`` is a repository, with the data that is stubbed; PYTHONPATH has what stands for packages. A
+script is *observed* if the losses of its first steps are those of the plain script, *refused* with the reason that is
+shown, else *wrong*. With ``--steps N`` each also trains in fp32 and under autocast to bfloat16 (around all but
+``backward()``) from three seeds. Shown is the mean of the last tenth of the losses of each; they are *as in fp32* if
+their mean is in the range of those of fp32, widened by its width on both sides.
 """
 
 from __future__ import annotations
@@ -25,13 +19,14 @@ import random
 import runpy
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import tomllib
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+import numpy
 import torch
 from shared import head, in_processes, made, parser_of, save
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -40,16 +35,23 @@ from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
 from lowprec_check.errors import UsageError
 
-FIRST = 3
-"""Steps that are compared."""
+FIRST, SEEDS = 3, 3
 
 
-class _EndOfRun(BaseException):
-    """As many steps are made as are wanted."""
+class _EndOfRun(BaseException): ...
 
 
 def enter(entry: dict[str, Any], checkouts: Path) -> str:
-    """Go to the folder of the script, as a user would; returns the name of the script."""
+    """Go to the folder of the script, as a user would, and seed it when it starts; returns its name."""
+    started: list[str] = []
+
+    def seed(event: str, arguments: Any) -> None:
+        name = getattr(arguments[0], "co_filename", "") if event == "exec" else ""
+        if not started and Path(name).name == Path(entry["script"]).name:
+            started.append(name)
+            random.seed(0), numpy.random.seed(0), torch.manual_seed(0)
+
+    sys.addaudithook(seed)
     root = checkouts.resolve() / entry["repository"].replace("/", "+")
     sys.path[:0] = [str(root), str(root / entry.get("folder", ""))]
     os.chdir(root / entry.get("folder", ""))
@@ -64,7 +66,6 @@ def plain_losses(checkouts: Path, steps: int, seed: int, low: bool, entry: dict[
     losses, waiting, optimizers = list[float](), list[float](), set[int]()
     backward, seeded = torch.autograd.backward, torch.manual_seed
 
-    @functools.wraps(backward)
     def noted(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         waiting.append(sum(float(loss.detach().sum()) for loss in ([tensors] if torch.is_tensor(tensors) else tensors)))
         with torch.autocast("cpu", enabled=False):
@@ -82,8 +83,6 @@ def plain_losses(checkouts: Path, steps: int, seed: int, low: bool, entry: dict[
     torch.autograd.backward = noted
     torch.manual_seed = lambda value: seeded(int(value) + 1000 * seed)
     register_optimizer_step_post_hook(after_step)
-    random.seed(seed)
-    torch.manual_seed(0)
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=low)
     with torchvision_works(), autocast, contextlib.suppress(_EndOfRun, SystemExit):
         runpy.run_path(script, run_name="__main__")
@@ -96,42 +95,36 @@ def observe(checkouts: Path, entry: dict[str, Any]) -> dict[str, Any]:
         step = load_target(enter(entry, checkouts), arguments=tuple(sys.argv[1:]), steps=FIRST).observed
     except UsageError as problem:
         return {"says": str(problem)}
-    if step is None:
-        return {"says": "no gradients"}
-    return {"says": step.loss.words, "losses": list(step.losses), "optimizers": list(step.optimizers)}
+    return {"says": "no gradients"} if step is None else {"says": step.loss.words, "losses": list(step.losses)}
 
 
-def verdict(observed: dict[str, Any], plain: Sequence[float]) -> str:
+def verdict(observed: dict[str, Any], plain: Any) -> str:
     """``observed``, ``refused`` or ``wrong``."""
     if "losses" not in observed:
         return "refused" if "says" in observed else "wrong"
-    count = max(len(observed["optimizers"]), 1)  # the loss of a step is the sum of those of all
-    wanted = [sum(plain[start : start + count]) for start in range(0, len(plain), count)]
-    pairs = zip(observed["losses"], wanted, strict=False)
-    return "observed" if all(abs(a - b) <= 1e-5 * max(abs(b), 1e-3) for a, b in pairs) else "wrong"
-
-
-def ends_of(ask: Callable[..., Any], checkouts: Path, steps: int, seeds: int) -> dict[str, Any]:
-    """The mean of the last losses for each seed, in fp32 and under autocast."""
-    ends: dict[str, list[float]] = {}
-    for name in ("fp32", "autocast-bf16"):
-        runs = [ask(functools.partial(plain_losses, checkouts, steps, seed, name != "fp32")) for seed in range(seeds)]
-        ends[name] = [statistics.fmean(run[-max(len(run) // 10, 1) :]) for run in runs if isinstance(run, list)]
-    low, high = min(ends["fp32"], default=0.0), max(ends["fp32"], default=0.0)
-    mean = statistics.fmean(ends["autocast-bf16"] or [float("nan")])
-    return {**ends, "as fp32": 2 * low - high <= mean <= 2 * high - low}
+    if not isinstance(plain, list):
+        return "wrong"
+    # The loss of a step is the sum of those of all its optimizers, which may make several each
+    start = 0
+    for loss in observed["losses"]:
+        sums = [sum(plain[start:end]) for end in range(start + 1, len(plain) + 1)]
+        ends = [index for index, total in enumerate(sums) if abs(total - loss) <= 1e-5 * max(abs(loss), 1e-3)]
+        if not ends:
+            return "wrong"
+        start += ends[0] + 1
+    return "observed"
 
 
 def render(data: dict[str, Any]) -> str:
     """The report."""
-    lines = [*head("Training scripts as published", data), "| script | result | what it says | at the end |"]
-    lines.append("|---|---|---|---|")
+    lines = head("Training scripts as published", data)
+    lines += ["| script | result | what it says | fp32 | autocast-bf16 |", "|---|---|---|---|---|"]
     for name, row in data["rows"].items():
         says = str(row.get("says") or row.get("problem")).splitlines()[0]
-        lines.append(f"| {name} | {row['verdict']} | {says} | {row.get('ends', '')} |")
+        low, wide = ("".join(f"{end:.4g} " for end in row.get(key, [])) for key in ("low", "fp32"))
+        lines.append(f"| {name} | {row['verdict']} | {says} | {wide} | {low} {row.get('words', '')} |")
     verdicts = [row["verdict"] for row in data["rows"].values()]
-    counts = ", ".join(f"{verdicts.count(kind)} {kind}" for kind in ("observed", "refused", "wrong"))
-    return "\n".join([*lines, "", counts, ""])
+    return "\n".join([*lines, "", ", ".join(f"{verdicts.count(kind)} {kind}" for kind in sorted(set(verdicts))), ""])
 
 
 def main() -> None:
@@ -140,24 +133,28 @@ def main() -> None:
     parser.add_argument("checkouts", type=Path)
     parser.add_argument("--only", default="", help="part of the names of scripts")
     parser.add_argument("--steps", type=int, default=0, help="how many to train for, also under autocast")
-    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for each run of a script")
     args = parser.parse_args()
     entries = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     rows: dict[str, Any] = {}
 
-    def answer(entry: dict[str, Any], work: Callable[[Any], Any]) -> Any:
-        ((_, result, problem),) = in_processes(work, [entry], 1, limit=args.limit)
+    def answer(entry: dict[str, Any], work: Callable[..., Any], *given: Any) -> Any:
+        part = functools.partial(work, args.checkouts, *given)
+        ((_, result, problem),) = in_processes(part, [entry], 1, limit=args.limit)
         return result or {"problem": problem or "no step"}
 
     for name, entry in entries.items():
         if args.only in name:
-            ask = functools.partial(answer, entry)
-            row = ask(functools.partial(observe, args.checkouts))
-            plain = ask(functools.partial(plain_losses, args.checkouts, FIRST, 0, False))
-            rows[name] = {**row, "verdict": verdict(row, plain)}
-            if args.steps and rows[name]["verdict"] == "observed":
-                rows[name]["ends"] = ends_of(ask, args.checkouts, args.steps, args.seeds)
+            row = answer(entry, observe)
+            row["verdict"] = verdict(row, answer(entry, plain_losses, 3 * FIRST, 0, False))
+            if args.steps and row["verdict"] == "observed":
+                for key in ("fp32", "low"):
+                    runs = [answer(entry, plain_losses, args.steps, seed, key == "low") for seed in range(SEEDS)]
+                    row[key] = [statistics.fmean(run[-args.steps // 10 :]) for run in runs if isinstance(run, list)]
+                least, most = min(row["fp32"], default=0.0), max(row["fp32"], default=0.0)
+                is_alike = bool(row["low"]) and 2 * least - most <= statistics.fmean(row["low"]) <= 2 * most - least
+                row["words"] = "as in fp32" if is_alike else "other than in fp32"
+            rows[name] = row
     save(args.output, {"made": made(), "rows": rows}, render)
 
 
