@@ -366,7 +366,9 @@ class Module(lightning.LightningModule):
         self.body = net()
     def training_step(self, batch, index):
         x, y = batch
-        return F.cross_entropy(self.body(x), y)
+        loss = F.cross_entropy(self.body(x), y)
+        self.log("loss", loss)
+        return loss
     validation_step = training_step
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.5)

@@ -15,16 +15,13 @@ from torch import nn
 from lowprec_check.engine.model.kept_files import replaced
 from lowprec_check.torchkit.source_location import is_own_file
 
-_CALLERS = nn.Module.__call__.__code__.co_filename
-"""The file of torch from which a module calls its own ``forward``."""
-
 
 @contextlib.contextmanager
 def methods_watched(call: Callable[..., Any]) -> Iterator[None]:
     """Inside, methods of the user's classes of models come by ``call``.
 
-    It gets the method, the model and the arguments, and calls the method. Calls of ``forward`` by
-    torch do not count, which calls of a model lead to.
+    It gets the method, the model and the arguments, and calls the method. Calls by torch or by a
+    framework do not count: ``forward`` in a call of the model, ``training_step`` of Lightning.
     """
     watched: dict[type, list[tuple[str, Any]]] = {}
     make, script = nn.Module.__init__, torch.jit.script
@@ -71,7 +68,7 @@ def _watched(function: Any, call: Callable[..., Any]) -> Any:
     @functools.wraps(function)
     def method(*args: Any, **kwargs: Any) -> Any:
         caller: CodeType = sys._getframe(1).f_code
-        if not args or caller.co_filename == _CALLERS:
+        if not args or not is_own_file(caller.co_filename):
             return function(*args, **kwargs)
         return call(function, args[0], args[1:], kwargs)
 

@@ -261,6 +261,15 @@ def test_steps_are_those_of_what_trains(here: Path, write: Write, framework: str
             torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_that_has_ended_is_not_needed(here: Path, write: Write) -> None:
+    write(HEAD + FRAMEWORKS["lightning"].replace("max_steps=3", "max_steps=2"), "train.py")
+    target = load_target("train.py", steps=3)
+    assert target.observed is not None
+    assert len(target.observed.batches) == 2
+
+
 @pytest.mark.parametrize("how", MIXED)
 @pytest.mark.parametrize("scaler", [False, True])
 def test_steps_in_mixed_precision_are_made_again(here: Path, write: Write, how: str, scaler: bool) -> None:
