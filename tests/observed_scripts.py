@@ -599,6 +599,15 @@ REFUSED["a loss that torch cannot see"] = (
     "    loss = f(model(x))\n    optimizer.zero_grad()\n    loss.backward()\n    optimizer.step()\n",
     "the loss was computed in a way that no function of torch shows",
 )
+REFUSED["an optimizer of an optimizer"] = (
+    "class Lookahead(torch.optim.Optimizer):\n    def __init__(self, base):\n"
+    "        super().__init__(base.param_groups, {})\n        self.base = base\n"
+    "    def step(self):\n        self.base.step()\n        for p in self.param_groups[0]['params']:\n"
+    "            p.data.mul_(0.9)\n"
+    "outer = Lookahead(optimizer)\nfor x, y in batches():\n    F.cross_entropy(model(x), y).backward()\n"
+    "    outer.step()\n    outer.zero_grad()\n",
+    "Lookahead.step() makes the step of SGD",
+)
 GAN_HEAD = """
 generator = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 8))
 critic = nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(), nn.Linear(8, 1))

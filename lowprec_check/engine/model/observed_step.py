@@ -98,6 +98,7 @@ class StepObserver(ThreadObserver):
         self._cleared: list[tuple[int, frozenset[int]]] = []
         """After how many backward passes gradients were cleared, and of which parameters, by id."""
         self._clips: dict[int, list[Clip]] = {}  # by the number of backward passes before them
+        self._stepping: list[Optimizer] = []  # whose step() runs, the innermost last
         self._events = 0
         """How many backward passes and steps there were."""
         self._in_autocast = False  # whether a step was made in the autocast block that is open
@@ -317,6 +318,7 @@ class StepObserver(ThreadObserver):
         for settings in found.schedule.get(made, []):
             settings[0]["momentum"] = update.momentum
         self._before_step(made, (), {})
+        self._stepping.remove(made)
         with self._recorder.paused():
             weights.keep_all(trained.values())
         self._add_step(made, gradients)
@@ -414,6 +416,9 @@ class StepObserver(ThreadObserver):
             return
         self._recorder.on = False
         self._events += 1
+        if optimizer in self._stepping:  # its last step raised
+            self._stepping.clear()
+        self._stepping.append(optimizer)
         self._amp.steps(optimizer, sys._getframe(1))
         if self.has_enough:
             self._leave()
@@ -432,6 +437,11 @@ class StepObserver(ThreadObserver):
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if self._is_elsewhere:
             return
+        self._stepping.remove(optimizer)
+        if self._stepping and self._backwards:
+            outer, inner = type(self._stepping[-1]).__name__, type(optimizer).__name__
+            self.give_up(f"{outer}.step() makes the step of {inner}, and a scan makes optimizers without others inside")
+            self._leave()
         trained, gradients = _trained_by(optimizer), dict[int, Tensor]()
         if self._record is not None:
             gradients = {k: p.grad.clone() for k, p in trained.items() if p.grad is not None}
