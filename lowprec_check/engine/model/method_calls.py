@@ -42,9 +42,10 @@ def methods_watched(call: Callable[..., Any]) -> Iterator[None]:
                     setattr(kind, name, function)
         watched.clear()
 
-    def script_unwatched(*args: Any, **kwargs: Any) -> Any:
+    def script_unwatched(obj: Any, optimize: Any = None, _frames_up: int = 0, *args: Any, **kwargs: Any) -> Any:
         restore()  # torch.jit reads the globals of methods
-        return script(*args, **kwargs)
+        # And the names in the frame of its caller, which is one further up
+        return script(obj, optimize, _frames_up + 1, *args, **kwargs)
 
     with replaced(nn.Module, "__init__", init), replaced(torch.jit, "script", script_unwatched):
         try:

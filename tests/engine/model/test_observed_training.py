@@ -631,6 +631,28 @@ def test_what_a_script_does_between_its_steps_is_told_by_its_losses(
     assert [note[: len(start)] for note, start in zip(notes, expected, strict=True)] == expected
 
 
+def test_a_script_may_compile_a_class_with_names_of_its_function(here: Path, write: Write) -> None:
+    parts = """
+import torch
+def make():
+    def half(x: torch.Tensor) -> torch.Tensor:
+        return x / 2
+    @torch.jit.script
+    class Scale:
+        def __init__(self):
+            self.count = 0
+        def apply(self, x: torch.Tensor) -> torch.Tensor:
+            return half(x)
+    return Scale()
+"""
+    write(parts, "compiled_parts.py")
+    body = "from compiled_parts import make\nmodel, scale = net(), make()\n"
+    body += "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+    body += "F.cross_entropy(model(scale.apply(X)), Y).backward()\noptimizer.step()\n"
+    write(HEAD + body, "train.py")
+    assert load_target("train.py", steps=1).observed is not None
+
+
 def test_a_loss_that_autocast_refuses_on_some_devices_is_named(here: Path, write: Write) -> None:
     body = "criterion = nn.BCELoss()\nmodel = nn.Sequential(nn.Linear(8, 3), nn.Sigmoid())\n"
     body += "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
