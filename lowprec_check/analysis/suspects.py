@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from lowprec_check.analysis.error_shares import trusted_budget
+from lowprec_check.analysis.error_shares import harmful_trials, trusted_budget
 from lowprec_check.analysis.predicted_error import Causes
 from lowprec_check.analysis.run_summary import failing_gaps, shorten
 from lowprec_check.schema.measures import MATTERS, Share
@@ -144,6 +144,9 @@ def _by_producer(run: Run) -> dict[str, float]:
 
 # -- Why modules are kept
 
+BY_TRIAL = "needed to pass, found by trial"
+"""Why a module is kept that no analyzed run has shown a reason for."""
+
 
 def blame(runs: Sequence[Run], keep: Sequence[str], untried: Collection[str] = ()) -> list[Blame]:
     """For each module of ``keep`` (none inside another) why, from the first run that shows it."""
@@ -152,9 +155,9 @@ def blame(runs: Sequence[Run], keep: Sequence[str], untried: Collection[str] = (
     blames = []
     for module in keep:
         faults = (_first_fault(run, module, gaps[module], rows[module]) for run, gaps, rows in of_runs)
-        fault = next(filter(None, faults), None) or _largest_cause(module, runs)
+        fault = next(filter(None, faults), None) or _out_of_range(module, runs) or _largest_cause(module, runs)
         # else nothing is known against it but that the model fails without it
-        by_trial = "needed to pass, found by trial"
+        by_trial = BY_TRIAL
         if module in untried:
             by_trial = "kept where the search ended; not tried without it"
         blames.append(fault or Blame(module=module, why=by_trial))
@@ -171,6 +174,16 @@ def _by_module(found: Iterable[Located], kept: Collection[str]) -> defaultdict[s
         if module is not None:
             grouped[module].append(item)
     return grouped
+
+
+def _out_of_range(module: str, runs: Sequence[Run]) -> Blame | None:
+    """The op inside ``module`` whose values out of range alone make the output of fp32 wrong."""
+    trials = (trial for run in runs for trial in harmful_trials(run) if is_inside(trial.module, module))
+    trial = next(trials, None)
+    if trial is None:
+        return None
+    why = "overflows to Inf" if trial.becomes == "Inf" else "rounds values to zero"
+    return Blame(module=module, why=why, op=trial.op, source=trial.source)
 
 
 def _largest_cause(module: str, runs: Sequence[Run]) -> Blame | None:

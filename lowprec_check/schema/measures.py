@@ -314,6 +314,25 @@ class Ablation(Struct, frozen=True, kw_only=True):
     """``rel_l2`` that the shares predict to first order; ``None`` if these are not the reason."""
 
 
+class UncoveredFault(Struct, frozen=True, kw_only=True):
+    """An op that gives Inf or NaN once what gives them before it is in fp32."""
+
+    kept: list[str]
+    """The modules in fp32 in the run that shows it."""
+    module: str
+    """Dotted path of the module of the op."""
+    op: str
+    """The op, as op calls name it."""
+    source: str | None = None
+    """``file.py:line``."""
+    becomes: Literal["Inf", "NaN"]
+    """What finite values became."""
+    values: int
+    """How many."""
+    of: int
+    """The values compared."""
+
+
 class InputTrial(Struct, frozen=True, kw_only=True):
     """A plain run like the failed one, in which some of the inputs are not cast."""
 

@@ -42,6 +42,7 @@ from lowprec_check.schema.measures import (
     RangeTrial,
     Timing,
     TimingConditions,
+    UncoveredFault,
 )
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.plan import Attempt, Plan
@@ -122,6 +123,8 @@ class Run(Struct, frozen=True, kw_only=True):
     """Where the output error comes from; ``None`` if the run was not analyzed op by op."""
     ablation: Ablation | None = None
     """What fp32 in the modules blamed for its error changed; ``None`` if it passes, or none is."""
+    uncovered: list[UncoveredFault] = []
+    """Further ops with Inf or NaN, which the first one hides; of a run that fails by them."""
     input_trials: list[InputTrial] = []
     """What single inputs that are not cast change; of a cast that fails, in which casts matter."""
     range_trials: list[RangeTrial] = []

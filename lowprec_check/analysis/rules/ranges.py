@@ -19,6 +19,7 @@ from lowprec_check.analysis.rules.relevance import (
 )
 from lowprec_check.analysis.run_summary import fails_elsewhere
 from lowprec_check.schema.measures import ConstantTrial
+from lowprec_check.schema.module_paths import patterns
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.precisions import FloatFormat, formats
 from lowprec_check.schema.scan_result import Run, ScanResult, Severity
@@ -50,6 +51,9 @@ def overflow(result: ScanResult) -> Iterator[Finding]:
     as in a run that passes: an infinite mask, or 1 / Inf, does what it should. In a run that passes
     here and fails on further inputs it is a warning.
 
+    An Inf or NaN hides what would follow it. So a run that fails by one is explained again with its
+    module in fp32, up to three times; what that shows is a finding, too.
+
     Usual causes: sums and products of many terms, squares, `exp`, unscaled attention scores; inputs
     and weights that do not fit; a division by a value that is zero or tiny. Logarithms of zero are
     LP207.
@@ -76,6 +80,20 @@ def overflow(result: ScanResult) -> Iterator[Finding]:
         return say(what, values=[row.introduced_inf, row.compared_values]), _advice(run, result, row)
 
     yield from weighed_places(result, overflows, lambda row: row.introduced_inf, describe, by_trial="Inf")
+    yield from _uncovered(result, "Inf")
+
+
+def _uncovered(result: ScanResult, becomes: str) -> Iterator[Finding]:
+    """What the first Inf or NaN of a run hides."""
+    for run in low_runs(result):
+        for fault in run.uncovered:
+            if fault.becomes == becomes:
+                kept = patterns(fault.kept, run.called_modules)
+                hidden = "an earlier Inf or NaN hides that"
+                words = f"with {{kept:modules}} in fp32, {{values:of value}} become {becomes}; {hidden}"
+                message = say(words, values=[fault.values, fault.of], kept=kept)
+                advice = wider_range(run, result, fault.module)
+                yield Finding(message, run, fault.module, fault.op, fault.source, help=advice, matters=True)
 
 
 def _advice(run: Run, result: ScanResult, row: OpCall) -> Sentence | str:
@@ -163,6 +181,7 @@ def introduced_nan(result: ScanResult) -> Iterator[Finding]:
         return message, _advice(run, result, row)
 
     yield from weighed_places(result, turns_nan, lambda row: row.introduced_nan, describe)
+    yield from _uncovered(result, "NaN")
 
 
 @rule("LP204", "scalar-overflow", "error")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,8 @@ import msgspec
 from lowprec_check.analysis.error_shares import UNCHANGED, BlamedModules, blamed_modules
 from lowprec_check.core.feature_hooks import Feature
 from lowprec_check.core.target_runs import TargetRuns
-from lowprec_check.schema.measures import Ablation
+from lowprec_check.features.ablation.uncovering import uncovered
+from lowprec_check.schema.measures import Ablation, UncoveredFault
 from lowprec_check.schema.module_paths import role_of
 from lowprec_check.schema.scan_result import Run
 
@@ -31,17 +33,20 @@ class AblationFeature(Feature):
             blamed = blamed_modules(run)
         if blamed is None or run.judged_by_one_call or (run.latency_ms or 0.0) > SLOWEST_MS:
             return run
-        ablation = _tried(batches, run, blamed)
+        ablation, faults = _tried(batches, run, blamed), list[UncoveredFault]()
+        if run.status == "nonfinite" or blamed.blamed_for in ("nonfinite", "range"):
+            ablation, faults = uncovered(batches, run, ablation, functools.partial(_tried, batches, run))
         # One of a stack hides what its counterparts do: the first with all of its own, then all.
         types = {name: type(module) for name, module in batches[0].target.model.named_modules()}
-        for modules in (blamed.modules[:1], blamed.modules):
+        named = tuple(ablation.keep_fp32)
+        for modules in (named[:1], named):
             roles = {(role_of(module), types.get(module)) for module in modules}
             group = [name for name in run.called_modules if (role_of(name), types.get(name)) in roles]
             if ablation.status != "ok" and len(group) > len(modules):
                 with_group = _tried(batches, run, blamed._replace(modules=tuple(group), predicted=None))
                 if _is_better(with_group, ablation):
                     ablation = with_group
-        return msgspec.structs.replace(run, ablation=ablation)
+        return msgspec.structs.replace(run, ablation=ablation, uncovered=faults)
 
 
 def _tried(batches: Sequence[TargetRuns], run: Run, blamed: BlamedModules) -> Ablation:

@@ -15,7 +15,7 @@ from lowprec_check.analysis.predicted_error import Keep, ModuleTree
 from lowprec_check.analysis.run_summary import error_of, ranges_of
 from lowprec_check.analysis.speed import CLEAR, SHORT_MS, speed
 from lowprec_check.analysis.statements.status import why
-from lowprec_check.analysis.suspects import Suspects, at_fault, constants, suspects
+from lowprec_check.analysis.suspects import BY_TRIAL, Suspects, at_fault, blame, constants, suspects
 from lowprec_check.core.target_runs import TargetRuns
 from lowprec_check.engine.model.prepared import shared_weights
 from lowprec_check.features.plan.input_trials import InputTrials, is_input_suspect
@@ -29,6 +29,7 @@ from lowprec_check.schema.run_key import PLAN
 from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.statements import counted, say, short_op, some
 
+MOST_EXPLAINED = 8  # kept modules without a reason for which another run is analyzed
 SLOWER = 1.5  # times a plan already found that a base may take to be searched, unless its calls are short
 
 
@@ -202,6 +203,7 @@ class _Search:
             result = search(self.tree, suspects(self.failing), self.trials, self._explain, tolerance, most_alone)
         if result.keep:
             self._without_inputs(result.keep)
+            self._explain_without_each(result.keep, result.untried)
         run = None
         attempt: dict[str, Any] = {}
         if result.keep is not None:
@@ -270,6 +272,15 @@ class _Search:
         needed, self.inputs = self.inputs, ()
         if needed and not self._try(keep).passes:
             self.inputs = needed
+
+    def _explain_without_each(self, keep: Keep, untried: Keep) -> None:
+        """Analyze runs without the kept modules that no run has shown a reason for, each alone."""
+        reasons = blame(self.evidence, keep, untried)
+        for module in [reason.module for reason in reasons if reason.why == BY_TRIAL][:MOST_EXPLAINED]:
+            others = tuple(other for other in keep if other != module)
+            if others and self.proposer.stop_reason(self.trials.count) is None:
+                self.show(f"op by op without {module} in fp32")
+                self.evidence.append(self._run(self.order[0], others, instrumented=True))
 
     def _try(self, keep: Keep) -> Verdict:
         """Try ``keep`` on every batch, first on the one that failed last."""

@@ -1,0 +1,83 @@
+"""What lies behind the first Inf or NaN: the run is explained again with its cause in fp32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from lowprec_check.analysis.error_shares import BlamedModules, blamed_modules, harmful_trials
+from lowprec_check.core.target_runs import TargetRuns
+from lowprec_check.schema.measures import Ablation, UncoveredFault
+from lowprec_check.schema.module_paths import is_inside
+from lowprec_check.schema.scan_result import Run
+
+ROUNDS = 3
+"""Runs that are explained again, at most."""
+
+
+def uncovered(
+    batches: Sequence[TargetRuns], run: Run, ablation: Ablation, tried: Callable[[BlamedModules], Ablation]
+) -> tuple[Ablation, list[UncoveredFault]]:
+    """The ablation with the causes of further Inf and NaN in fp32 too, and what they are.
+
+    ``tried`` repeats ``run`` with modules in fp32.
+    """
+    faults: list[UncoveredFault] = []
+    causes = _out_of_range(run)
+    if causes and causes != tuple(ablation.keep_fp32):
+        ablation = tried(BlamedModules(causes, "range", None))
+    for _ in range(ROUNDS):
+        if ablation.status not in ("nonfinite", "inaccurate"):
+            break
+        kept = tuple(ablation.keep_fp32)
+        explained = batches[0].run(run.precision, memory_format=run.memory_format, keep_fp32=kept, measured=False)
+        causes = _out_of_range(explained)
+        if not causes:  # blamed as if it were a run of its own
+            blamed = blamed_modules(msgspec.structs.replace(explained, keep_fp32=[]))
+            causes = blamed.modules if blamed is not None and blamed.blamed_for == "nonfinite" else ()
+        modules = tuple(name for name in causes if not any(is_inside(name, other) for other in kept))
+        if not modules:
+            break
+        further = tried(BlamedModules((*kept, *modules), "nonfinite", None))
+        # They are why it fails only if their repair helps.
+        if further.status != "ok" and _error(further) >= _error(ablation) and ablation.status != "nonfinite":
+            break
+        # What the run shows as it is has its finding.
+        shown = {row.place for row in run.op_calls.rows() if row.introduced_inf or row.introduced_nan}
+        new = _faults(explained, modules, kept)
+        faults += [fault for fault in new if (fault.module, fault.op, fault.source) not in shown]
+        ablation = further
+    return ablation, faults
+
+
+def _out_of_range(run: Run) -> tuple[str, ...]:
+    """The modules whose values out of range alone make the output of fp32 wrong."""
+    modules = dict.fromkeys(trial.module for trial in harmful_trials(run))
+    return tuple(name for name in run.called_modules if name in modules)
+
+
+def _error(ablation: Ablation) -> float:
+    return math.inf if ablation.rel_l2 is None else ablation.rel_l2
+
+
+def _faults(explained: Run, modules: Sequence[str], kept: Sequence[str]) -> list[UncoveredFault]:
+    """The first op of each of ``modules`` that turns finite values into Inf or NaN."""
+    faults = []
+    for module in modules:
+        rows = (row for row in explained.op_calls.rows() if row.is_forward and is_inside(row.module, module))
+        row = next((row for row in rows if row.introduced_inf or row.introduced_nan), None)
+        if row is not None:
+            faults.append(
+                UncoveredFault(
+                    kept=list(kept),
+                    module=row.module,
+                    op=row.op,
+                    source=row.source,
+                    becomes="Inf" if row.introduced_inf else "NaN",
+                    values=row.introduced_inf or row.introduced_nan,
+                    of=row.compared_values,
+                )
+            )
+    return faults
