@@ -621,6 +621,22 @@ REFUSED["one clip for two optimizers"] = (
     "; the script clips them together with those of other parameters, the scan clips those of each optimizer alone",
 )
 SEVERAL = {
+    "two models, evaluated with gradients before their steps": (
+        2,
+        """
+models = [net(), net()]
+optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+for x, y in batches():
+    for model in models:
+        model.eval()
+        print(F.cross_entropy(model(X), Y).item())
+        model.train()
+    for model, optimizer in zip(models, optimizers):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+""",
+    ),
     "a GAN that trains its critic three times": (
         4,
         GAN_HEAD

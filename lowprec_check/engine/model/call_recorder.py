@@ -48,6 +48,8 @@ class Node:
     given: Any = None  # of a model: copies of the arguments, which it may change
     restore_generators: Sequence[Callable[[], Any]] = ()
     """Of a model: what restores the random numbers that it draws."""
+    modes: dict[nn.Module, bool] = dataclasses.field(default_factory=dict)
+    """Of a model: whether its modules are in training mode."""
     results: list[Tensor] = dataclasses.field(default_factory=list)
     made: list[int] = dataclasses.field(default_factory=list)  # versions of the results
     method: str = ""

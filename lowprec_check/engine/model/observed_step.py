@@ -168,6 +168,7 @@ class StepObserver(ThreadObserver):
         self._begin_call(module)
         node = Node.of(module, args, kwargs)
         node.given = map_tensors((args, kwargs), copy_of)
+        node.modes = {part: part.training for part in module.modules()}
         node.restore_generators = list(generator_restorers())
         self._amp.calls(module)
         with self._recorder.paused(), replaced(nn.Module, "__call__", self._torch_call):  # a compiler looks at it
@@ -190,6 +191,7 @@ class StepObserver(ThreadObserver):
         self._limit_step()
         self._begin_call(module)
         node, restorers = Node.of(module, args, kwargs), list(generator_restorers())
+        node.modes = {part: part.training for part in module.modules()}
         before, was_on, events = len(recorder.nodes), recorder.on, self._events
         recorder.on = True
         result = method(module, *args, **kwargs)
@@ -216,9 +218,6 @@ class StepObserver(ThreadObserver):
         record = self._record
         if record is not None:
             self._save((*module.parameters(), *module.buffers()))
-            # An evaluation may come before what trains
-            is_before = not self._backwards
-            record.modes |= {m: m.training for m in module.modules() if is_before or m not in record.modes}
 
     @property
     def _record(self) -> StepRecord | None:
@@ -556,6 +555,9 @@ class StepObserver(ThreadObserver):
             program.release()
         else:
             record.backwards, record.made = backwards, list(made)
+            # Those of its calls: an evaluation may come before them
+            for node in reversed(program.calls):
+                record.modes |= node.modes
         if not found.steps:
             dtypes = [str(dtype).removeprefix("torch.") for dtype in self._amp.dtypes]
             found.facts |= dict.fromkeys(found.facts_of(program, dtypes, self._amp.scale))
