@@ -60,6 +60,15 @@ for x, y in batches():
     F.cross_entropy(model(x), y).backward()
     optimizer.step()
 """,
+    "a graph that is traced before its steps": """
+model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.0), nn.Linear(8, 3))
+torch.jit.trace(model, X)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x, y in batches():
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+""",
     "an autoencoder with a penalty on its weights": """
 model = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 8))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -619,6 +628,13 @@ REFUSED["one clip for two optimizers"] = (
     "    model.zero_grad()\n    F.cross_entropy(model(x), y).backward()\n"
     "    nn.utils.clip_grad_norm_(model.parameters(), 1e-2)\n    first.step()\n    second.step()\n",
     "; the script clips them together with those of other parameters, the scan clips those of each optimizer alone",
+)
+REFUSED["a further optimizer of all weights"] = (
+    "first, second = (torch.optim.Adam([one]) for one in model.parameters())\n"
+    "both = torch.optim.Adam(model.parameters(), lr=1e-3)\nfor x, y in batches():\n"
+    "    for one in (first, second, both):\n        one.zero_grad()\n"
+    "        F.cross_entropy(model(x), y).backward()\n        one.step()\n",
+    "Adam, made at train.py:14, makes a step after those of its first step",
 )
 SEVERAL = {
     "two models, evaluated with gradients before their steps": (

@@ -153,7 +153,7 @@ class StepObserver(ThreadObserver):
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
         """The result of the user's call of a model, ``call(module, *args, **kwargs)``."""
-        if self._recorder.is_paused:
+        if self._recorder.is_paused or torch.jit.is_tracing():
             return call(module, *args, **kwargs)
         self._limit_step()
         if self.has_enough:
@@ -503,6 +503,13 @@ class StepObserver(ThreadObserver):
         if found.problem is None and made and (not found.steps or self._is_complete()):
             optimizers = list(dict.fromkeys(step.optimizer for step in made))
             found.optimizers = found.optimizers or optimizers
+            further = [optimizer for optimizer in optimizers if optimizer not in found.optimizers]
+            if further:
+                line = dict(found.made).get(further[0])
+                what = f"{type(further[0]).__name__}, made at {line}, makes a step after those of its first step"
+                self.give_up(f"{what}, of weights that these train too")
+                self._forget_step()
+                return
             # The steps of one optimizer that waited in vain for others are steps of their own
             parts = [made]
             if len(optimizers) == 1 and not found.steps:
