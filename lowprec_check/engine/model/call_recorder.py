@@ -209,7 +209,7 @@ class CallRecorder(TorchFunctionMode):
         """Called for each tensor that is changed in place, with the line."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.on and not torch.jit.is_tracing():
+        if self.on and torch._C._get_tracing_state() is None:
             return self.recorded(func, tuple(args), kwargs or {})
         return func(*args, **(kwargs or {}))
 

@@ -153,7 +153,7 @@ class StepObserver(ThreadObserver):
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
         """The result of the user's call of a model, ``call(module, *args, **kwargs)``."""
-        if self._recorder.is_paused or torch.jit.is_tracing():
+        if self._recorder.is_paused or torch._C._get_tracing_state() is not None:
             return call(module, *args, **kwargs)
         self._limit_step()
         if self.has_enough:
@@ -281,11 +281,11 @@ class StepObserver(ThreadObserver):
             update = weights.sgd(by_hand)
         trained = self._trained_by_optimizers()
         if is_used and changed.keys() & trained.keys() and update is None:
-            between = "the steps of its optimizers" if self._made_steps else "the backward passes of a step"
-            self.give_up(
-                f"{weights.line or 'the script'} changes weights between {between}, as sharpness-aware optimizers "
-                "do, and a scan computes all losses of a step without that"
-            )
+            between = "the backward passes of a step, as sharpness-aware optimizers do"
+            if self._made_steps:
+                between = "the steps of its optimizers"
+            what = f"{weights.line or 'the script'} changes weights between {between}"
+            self.give_up(f"{what}, and a scan computes all losses of a step without that")
             self._leave()
             return
         if by_hand and (update is not None or not by_hand.keys() & trained.keys()):
