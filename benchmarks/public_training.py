@@ -43,12 +43,10 @@ class _EndOfRun(BaseException): ...
 
 def enter(entry: dict[str, Any], checkouts: Path) -> str:
     """Go to the folder of the script, as a user would, and seed it when it starts; returns its name."""
-    started: list[str] = []
 
     def seed(event: str, arguments: Any) -> None:
         name = getattr(arguments[0], "co_filename", "") if event == "exec" else ""
-        if not started and Path(name).name == Path(entry["script"]).name:
-            started.append(name)
+        if Path(name).name == Path(entry["script"]).name:
             random.seed(0), numpy.random.seed(0), torch.manual_seed(0)
 
     sys.addaudithook(seed)
