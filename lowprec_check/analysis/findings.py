@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from lowprec_check.schema.findings import Diagnostic, Severity
+from lowprec_check.schema.findings import Diagnostic, ReportedCase, Severity
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import qualified
 from lowprec_check.schema.statements import agree, counted, fill, joined, module_name, some, words
@@ -30,10 +30,9 @@ class Message(NamedTuple):
         return f"{self.text}{fill(' → {}', self.help)}"
 
     @property
-    def known(self) -> str:
-        """``known: T5 overflows in fp16, https://…: keep wo in fp32``; empty without a report."""
-        cases = dict.fromkeys(d.known.text for d in self.found if d.known is not None)
-        return fill("known: {}", next(iter(cases), ""))
+    def known(self) -> ReportedCase | None:
+        """A public report that a finding of the message is like."""
+        return next((diagnostic.known for diagnostic in self.found if diagnostic.known is not None), None)
 
 
 class FindingPlace(NamedTuple):
@@ -90,9 +89,9 @@ class FindingGroup(NamedTuple):
         return self._said(with_advice=False)
 
     @property
-    def known(self) -> str:
+    def known(self) -> ReportedCase | None:
         """What users reported of the like, of the first message about which something is known."""
-        return next((message.known for message in self.messages if message.known), "")
+        return next((message.known for message in self.messages if message.known is not None), None)
 
     def _said(self, *, with_advice: bool) -> str:
         """The messages, each with its runs, or with its modules where the runs are the same."""

@@ -10,7 +10,7 @@ from lowprec_check.analysis.findings import SEVERITIES, FindingGroup, Message, g
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.report.foreign_text import visible
 from lowprec_check.schema.scan_result import Diagnostic, ScanResult
-from lowprec_check.schema.statements import counted, fill
+from lowprec_check.schema.statements import counted
 
 
 class FileLine(NamedTuple):
@@ -57,7 +57,7 @@ class Place(NamedTuple):
         if inside or (module and more):
             where = f" (in {', '.join(visible(part) for part in (module, inside) if part)}{more})"
         advice = message.help and f"{what_to_do}{visible(message.help, 1000)}"
-        known = fill("; {}", visible(message.known, 1000))
+        known = "" if message.known is None else f"; {visible(message.known.text, 1000)}"
         return f"{about}{visible(message.text, 1000).rstrip('.')}{where}{advice or ''}{known}"
 
 

@@ -163,9 +163,10 @@ def findings_table(found: Sequence[FindingGroup], most: int = 0) -> Table:
         runs, name = ", ".join(group.short_runs), f"{group.code} {group.name}"
         cells = [group.severity, name, runs, group.op, group.where or "model", said]
         line = ""
-        if group.known not in reported:
-            line = group.known
-            reported.add(line)
+        if group.known is not None and group.known.link not in reported:
+            line = group.known.text
+            reported.add(group.known.link)
+            below.append(Say(group.known.repair, role="item", lead="repair in the similar report"))
         rows.append(Row(cells, below=below, module=module, line=line))
     return Table(columns, rows, "findings", headings=5, searchable=True, most=most)
 

@@ -189,8 +189,8 @@ class ReportedCase(Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """``title, link: repair``."""
-        return f"{self.title}, {self.link}: {self.repair}"
+        """``similar report: title, link``: the repair is that of another model."""
+        return f"similar report: {self.title}, {self.link}"
 
 
 class Diagnostic(Struct, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ from shared_result import ENVIRONMENT, budgeted, gap, op_calls, run, shared_resu
 
 from lowprec_check.analysis.conclusion import conclude
 from lowprec_check.schema.measures import Ablation, BatchRanges, Latency, Speedup, TimingConditions
+from lowprec_check.schema.module_paths import patterns
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.verdict import ErrorStats
 
@@ -122,7 +123,7 @@ def saved_figures(kind: str, saved: Mapping[str, Any], runs: Mapping[str, Any]) 
         "before": error,
         "limit": saved["tolerance"],
         "after": ablation and ablation["rel_l2"],
-        "kept": ablation and ablation["keep_fp32"],
+        "kept": ablation and patterns(ablation["keep_fp32"], saved["called_modules"]),
         "total": len({*saved["op_calls"]["op"], *(its["op"] for its in saved["gaps"])}),
         "ops": len({its["op"] for its in saved["gaps"]}),
     }

@@ -227,4 +227,4 @@ def test_a_screen_has_the_known_report_in_a_line() -> None:
     case = next(each.known for each in result.diagnostics if each.known is not None)
     assert case.evidence == "reported"
     lines = [line.strip() for line in screen_of(result, width=240).splitlines()]
-    assert [line for line in lines if line.startswith("known: ")] == [f"known: {case.text}"]
+    assert [line for line in lines if line.startswith("similar report: ")] == [case.text]

@@ -92,7 +92,9 @@ def _uncovered(result: ScanResult, becomes: str) -> Iterator[Finding]:
                 hidden = "an earlier Inf or NaN hides that"
                 words = f"with {{kept:modules}} in fp32, {{values:of value}} become {becomes}; {hidden}"
                 message = say(words, values=[fault.values, fault.of], kept=kept)
-                advice = wider_range(run, result, fault.module)
+                advice = None
+                if run.ablation is not None and run.ablation.status == "ok":
+                    advice = wider_range(run, result, fault.module)
                 yield Finding(message, run, fault.module, fault.op, fault.source, help=advice, matters=True)
 
 

@@ -299,6 +299,10 @@ def _disproof(run: Run, module: str) -> Sentence | None:
     if ablation is not None and any(is_inside(module, path) for path in ablation.keep_fp32):
         kept = patterns(ablation.keep_fp32, run.called_modules)
         if ablation.status == run.status == "nonfinite":
+            others = len(ablation.keep_fp32) - 1
+            if others:
+                words = "with this module and {others:count other} in fp32 the output still has NaN or Inf"
+                return say(words, others=others)
             return say("with {modules:modules} in fp32 the output still has NaN or Inf", modules=kept)
         return say_if(is_disproved(run), still, modules=kept, error=ablation.rel_l2)
     if budget is None:

@@ -34,7 +34,9 @@ class AblationFeature(Feature):
         if blamed is None or run.judged_by_one_call or (run.latency_ms or 0.0) > SLOWEST_MS:
             return run
         ablation, faults = _tried(batches, run, blamed), list[UncoveredFault]()
-        if run.status == "nonfinite" or blamed.blamed_for in ("nonfinite", "range"):
+        # Constants with which the run passes hide nothing.
+        passes = run.constant_trial is not None and run.constant_trial.status == "ok"
+        if not passes and (run.status == "nonfinite" or blamed.blamed_for in ("nonfinite", "range")):
             ablation, faults = uncovered(batches, run, ablation, functools.partial(_tried, batches, run))
         # One of a stack hides what its counterparts do: the first with all of its own, then all.
         types = {name: type(module) for name, module in batches[0].target.model.named_modules()}

@@ -12,6 +12,7 @@ from lowprec_check.core.target_runs import TargetRuns
 from lowprec_check.schema.measures import Ablation, UncoveredFault
 from lowprec_check.schema.module_paths import is_inside
 from lowprec_check.schema.scan_result import Run
+from lowprec_check.schema.statements import short_op
 
 ROUNDS = 3
 """Runs that are explained again, at most."""
@@ -38,15 +39,17 @@ def uncovered(
             blamed = blamed_modules(msgspec.structs.replace(explained, keep_fp32=[]))
             causes = blamed.modules if blamed is not None and blamed.blamed_for == "nonfinite" else ()
         modules = tuple(name for name in causes if not any(is_inside(name, other) for other in kept))
-        if not modules:
+        # A value that a kept module returns, and that the dtype cannot hold, is no other cause.
+        new = [fault for fault in _faults(explained, modules, kept) if not _casts_back(fault)]
+        if not new:
             break
-        further = tried(BlamedModules((*kept, *modules), "nonfinite", None))
+        outside = (name for name in kept if not any(is_inside(name, module) for module in modules))
+        further = tried(BlamedModules((*outside, *modules), "nonfinite", None))
         # They are why it fails only if their repair helps.
         if further.status != "ok" and _error(further) >= _error(ablation) and ablation.status != "nonfinite":
             break
         # What the run shows as it is has its finding.
         shown = {row.place for row in run.op_calls.rows() if row.introduced_inf or row.introduced_nan}
-        new = _faults(explained, modules, kept)
         faults += [fault for fault in new if (fault.module, fault.op, fault.source) not in shown]
         ablation = further
     return ablation, faults
@@ -60,6 +63,11 @@ def _out_of_range(run: Run) -> tuple[str, ...]:
 
 def _error(ablation: Ablation) -> float:
     return math.inf if ablation.rel_l2 is None else ablation.rel_l2
+
+
+def _casts_back(fault: UncoveredFault) -> bool:
+    """Whether this is the cast of what a kept module inside returned."""
+    return short_op(fault.op) == "to_copy" and any(is_inside(name, fault.module) for name in fault.kept)
 
 
 def _faults(explained: Run, modules: Sequence[str], kept: Sequence[str]) -> list[UncoveredFault]:
