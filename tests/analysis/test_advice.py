@@ -729,7 +729,7 @@ def test_an_op_that_fails_on_rounded_values_needs_its_inputs_in_fp32() -> None:
         "compute this op and its inputs in fp32"
     ]  # a dtype that a release adds does not help
     [amplifier] = found(result, "LP303")
-    assert amplifier.message.startswith("this op magnifies the rounding of weights or buffers to a relative error of ")
+    assert amplifier.message.startswith("this op magnifies the rounding of what it reads to a relative error of ")
 
 
 def test_an_op_that_mixes_dtypes_in_a_cast_model_is_not_said_to_lack_a_kernel() -> None:

@@ -143,6 +143,8 @@ def _instead(run: Run, result: ScanResult) -> str:
     searched = failed_search(run, result.attempts)
     is_over = searched is not None and not searched.stopped_without_plan
     if is_over and best is None and result.evidence == "measured":
+        if run.status != "inaccurate":
+            return f"find a patch of the model's own code: lowprec-check fix TARGET -p {run.precision}"
         return "if the model tolerates the error, define metric(model) and judge by it: lowprec-check plan --metric"
     search = search_advice(run, result, best, run.failed_batch)
     return search if best is None else f"use {best.label}, or {search}"
@@ -263,8 +265,8 @@ def error_amplifier(result: ScanResult) -> Iterator[Finding]:
             if row.input_error:
                 grows = "this op magnifies the relative error of its inputs from {before:error} to {after:error}"
                 message = say(grows, before=row.input_error, after=after)
-            else:  # only those of weights are not counted as errors of inputs
-                grows = "this op magnifies the rounding of weights or buffers to a relative error of {after:error}"
+            else:  # rounding that is not counted as an error of its inputs, as of weights
+                grows = "this op magnifies the rounding of what it reads to a relative error of {after:error}"
                 message = say(grows, after=after)
             finding = place_finding(result, run, row, count, message)._replace(help=_INPUTS[row.phase or "forward"])
             # It adds little itself: what counts is the share of all that it may have magnified.

@@ -33,7 +33,7 @@ from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.precisions import LOW_FORMATS, FloatFormat
 from lowprec_check.schema.run_key import Phase
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.statements import Sentence, chained, say, say_if, some
+from lowprec_check.schema.statements import Sentence, chained, fill, say, say_if, some
 
 _PREFIXES = {"backward": "in the backward pass: ", "optimizer": "in the optimizer step: "}
 
@@ -212,8 +212,8 @@ class Relevance:
         is_here = any(constant.place == (row.module, row.source, row.vanished) for constant in trial.constants)
         if not is_here and (trial.status != "ok" or trial.in_fp32):
             return None
-        places = sorted({constant.source or "the model" for constant in trial.constants})
-        why = say(f"with another constant at {{places:text}} {end} (LP206)", places=some(places))
+        places = sorted({constant.source for constant in trial.constants if constant.source})
+        why = say(f"with another constant{{places:text}} {end} (LP206)", places=fill(" at {}", some(places)))
         return finding.adding(why)._replace(severity="note", help=None)
 
     def _by_trial(self, finding: Finding, row: OpCall, by_trial: Literal["Inf", "zero"] | None) -> Finding | None:
@@ -333,7 +333,10 @@ def keep_in_fp32(run: Run, result: ScanResult, module: str) -> Sentence | None:
     if plan is not None and plan.keep_fp32 and (plan.base, plan.backend, plan.memory_format) == made:
         return say("keep {modules:modules} in fp32, as the plan does", modules=patterns(plan.kept, plan.modules))
     if ablation is not None and is_confirmed(run) and any(is_inside(module, path) for path in ablation.keep_fp32):
-        keep = f"keep {{modules:modules}} in fp32, with which the error is {{error:error}} ({run.evidence})"
+        which = "with which the error is"
+        if ablation.status != "ok":
+            which = "which alone leaves an error of"
+        keep = f"keep {{modules:modules}} in fp32, {which} {{error:error}} ({run.evidence})"
         return say(keep, modules=patterns(ablation.keep_fp32, run.called_modules), error=ablation.rel_l2)
     if _disproof(run, module):
         return None
@@ -429,15 +432,16 @@ def search_advice(run: Run, result: ScanResult, passing: Recommendation | None, 
     harmful = [row.op for row in run.op_calls.rows() if row.spoils_output]
     harmful += [trial.op for trial in harmful_trials(run)]
     keep, command, batches = keep_inputs(run), "plan", "inputs-from"
-    if any(op.startswith(CAST_INPUT) for op in harmful):
+    is_out_of_range = any(op.startswith(CAST_INPUT) for op in harmful)
+    if keep is not None and is_out_of_range:
         return in_range(run).text
     if keep is not None:
         return keep.text
+    if is_out_of_range:
+        return "see LP201 and LP202: the cast of an input is out of range"
     if result.evidence == "predicted":
         command, batches = "scan --plan", "batches"  # plan needs the device
-    elif by_input and not run.input_trials:
-        return "try the inputs in fp32: their cast alone exceeds the tolerance"
-    elif suspected.root or by_root:
+    elif suspected.root or by_root or (by_input and not run.input_trials):
         return f"find a patch of the model's own code: lowprec-check fix TARGET -p {run.precision}"
     elif passing is not None:  # which would end a search over all bases
         base = "autocast" if run.is_autocast else "cast"

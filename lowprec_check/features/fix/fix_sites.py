@@ -229,7 +229,7 @@ class Sites:
             # rounding is relative: no scale changes it
             is_out_of_range = row.gives_nonfinite or row.flushes
             if tried_inputs:
-                tried = "no input in fp32 makes it pass"
+                tried = "inputs in fp32 alone do not make it pass"
                 return f"the input is cast before the model runs; {tried}{', so scale it first' * is_out_of_range}"
             scaled = ", or scale it before the cast" * is_out_of_range
             return f"the input is cast before the model runs: pass it in fp32{scaled}"

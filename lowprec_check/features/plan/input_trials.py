@@ -44,7 +44,7 @@ class _Outcome(NamedTuple):
 
 
 class InputTrials:
-    """Tries inputs of a failing run in fp32: each one, the best with each other, at last pairs."""
+    """Tries inputs of a failing run in fp32: each, the best with each other, at last all sets."""
 
     def __init__(
         self, batches: Sequence[TargetRuns], run: Run, reached: Callable[[Run], bool], keep_fp32: Sequence[str] = ()
@@ -69,9 +69,11 @@ class InputTrials:
         while len(self.best) < MOST_TOGETHER and not self.passes:
             further = [(*self.best, name) for name in names if name not in self.best]
             choice, outcome = self._best_of(further)
-            # Some are needed in one dtype, so that neither helps alone.
-            if not self.best and not choice:
-                choice, outcome = self._best_of(itertools.combinations(names, 2))
+            # Some help only together: they meet in one op, or all of them have a part in the error.
+            for size in range(2, MOST_TOGETHER + 1):
+                if self.best or not outcome.fails or outcome.error <= UNCHANGED * error:
+                    break
+                choice, outcome = self._best_of(itertools.combinations(names, size))
             if not choice or (outcome.fails and outcome.error > UNCHANGED * error):
                 break
             self.best, self.passes, error = choice, not outcome.fails, outcome.error

@@ -449,7 +449,7 @@ def test_an_input_that_16_bits_cannot_hold_is_explained(call: Call, tmp_path: Pa
     found = fixed(call, file, "-p", precision, "--further-inputs", "0")
     assert not found.passes
     assert [its.reason for its in found.left_alone if (its.op or "").startswith("cast input")] == [
-        "the input is cast before the model runs; no input in fp32 makes it pass"
+        "the input is cast before the model runs; inputs in fp32 alone do not make it pass"
         + (", so scale it first" if precision == "half" else "")
     ]
     assert "to_copy" not in {its.op for its in found.left_alone}

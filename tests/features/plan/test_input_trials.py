@@ -255,3 +255,20 @@ def test_names_of_inputs_are_those_of_their_user() -> None:
     assert tensors_named(["inputs[0]"], ([a, b],), {}) == [a]
     assert tensors_named(["t"], (a, b), {}, ["x", "t"]) == [b]
     assert tensors_named(["inputs[1]"], (a,), {"t": b}, ["x", "t"]) == [b]
+
+
+def test_three_that_help_only_together_are_named() -> None:
+    class Progress(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, start: Tensor, stop: Tensor, origin: Tensor) -> Tensor:
+            done = (start - origin) / (stop - origin + 1e-3)
+            return self.linear(x) * done[:, None].to(x.dtype)
+
+    torch.manual_seed(0)
+    given = torch.randn(2, 8), torch.rand(2) + 4000, torch.rand(2) + 4002, torch.full((2,), 3999.3)
+    result = scan_here(Progress().eval(), given, precisions=["bfloat16"], further_inputs=0)
+    assert result.recommendation is not None
+    assert result.recommendation.keep_fp32_inputs == ["inputs[1]", "inputs[2]", "inputs[3]"]
