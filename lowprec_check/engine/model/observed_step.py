@@ -303,6 +303,9 @@ class StepObserver(ThreadObserver):
         if update is not None:
             with self._recorder.paused():
                 trained = weights.trained(changed, update.lr)
+                if made is not None:
+                    lost = [key for key in _trained_by(made) if weights.is_lost(key, update.lr)]
+                    trained |= {key: _trained_by(made)[key] for key in lost}
         if update is None or (made is not None and _trained_by(made).keys() != trained.keys()):
             what = "not as SGD does from the gradients of its backward passes"
             self.give_up(f"it updates its weights itself, at {line}, and {what}: {found.seen}")

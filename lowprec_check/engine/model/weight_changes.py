@@ -74,6 +74,14 @@ class WeightChanges:
             if key in changed or (key in self.gradients and copy.sub(self.gradients[key], alpha=lr).equal(copy))
         }
 
+    def is_lost(self, key: int, lr: float) -> bool:
+        """Whether rounding may lose the whole update of a weight, also one with momentum."""
+        if key not in self.gradients:
+            return False
+        copy = self._copies[key][1]
+        rounding = 4 * torch.finfo(copy.dtype).eps * float(copy.norm())
+        return lr * float(self.gradients[key].norm()) <= rounding
+
     def sgd(self, changed: Mapping[int, nn.Parameter]) -> Sgd | None:
         """What makes these changes of their gradients; ``None`` if SGD does not."""
         if not changed or not changed.keys() <= self.gradients.keys():
@@ -84,10 +92,11 @@ class WeightChanges:
         gradients = [self.gradients[key].double() for key in changed]
         wanted, made = list(updates.values()), None
         weights = [self._copies[key][1].double() for key in changed]
-        earlier = [self._earlier[key] for key in changed if key in self._earlier]
+        # Rounding may have lost the whole update of a weight
+        earlier = [self._earlier.get(key, torch.zeros_like(update)) for key, update in updates.items()]
         plain = _fit(wanted, [gradients], rounding)
         decayed = _fit(wanted, [gradients, weights], rounding)
-        carried = _fit(wanted, [gradients, earlier], rounding) if len(earlier) == len(wanted) else None
+        carried = _fit(wanted, [gradients, earlier], rounding) if self._earlier else None
         if plain is not None:
             made = Sgd(_short(-plain[0]))
         elif carried is not None:
