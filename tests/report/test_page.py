@@ -493,10 +493,12 @@ def test_a_module_is_chosen_with_a_click_and_shown_alone(browser: Any, page_of: 
         modules = page.locator("table", has=page.locator("caption", has_text=re.compile("^modules$"))).first
         assert modules.locator("tbody tr:visible").count() == len(MODULES) + 1
         modules.locator("a.module", has_text="blocks").first.click()
+        page.locator("#filter").wait_for(state="visible")  # the page follows its address a little later
         shown = modules.locator("tbody tr:visible th").all_inner_texts()
         assert [name.strip() for name in shown] == ["the model itself", "encoder", "blocks", "0", "norm", "1"]
         assert page.inner_text("#filter") == "Only rows of encoder.blocks · show all"
         page.locator("#filter a").click()
+        page.locator("#filter").wait_for(state="hidden")
         assert modules.locator("tbody tr:visible").count() == len(MODULES) + 1
         assert not page.locator("#filter").is_visible()
 
