@@ -16,6 +16,7 @@ from lowprec_check.analysis.rules.relevance import (
     Relevance,
     as_harmless,
     by_place,
+    find_a_patch,
     knowledge_of,
     passing_elsewhere,
     place_finding,
@@ -144,7 +145,7 @@ def _instead(run: Run, result: ScanResult) -> str:
     is_over = searched is not None and not searched.stopped_without_plan
     if is_over and best is None and result.evidence == "measured":
         if run.status != "inaccurate":
-            return f"find a patch of the model's own code: lowprec-check fix TARGET -p {run.precision}"
+            return find_a_patch(run)
         return "if the model tolerates the error, define metric(model) and judge by it: lowprec-check plan --metric"
     search = search_advice(run, result, best, run.failed_batch)
     return search if best is None else f"use {best.label}, or {search}"

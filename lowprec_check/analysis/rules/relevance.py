@@ -418,6 +418,11 @@ def _wider(run: Run) -> list[FloatFormat]:
     return [wider for wider in LOW_FORMATS if wider.max_exponent > run.format.max_exponent]
 
 
+def find_a_patch(run: Run) -> str:
+    """Advice for what no module and no input in fp32 repairs."""
+    return f"find a patch of the model's own code: lowprec-check fix TARGET -p {run.precision}"
+
+
 def search_advice(run: Run, result: ScanResult, passing: Recommendation | None, batch: int | None) -> str:
     """How to find what makes ``run`` pass on the batches from ``batch`` on, counted from 0."""
     # Modules in fp32 do not help if the model's own code, or the cast of its inputs, fails alone.
@@ -442,7 +447,7 @@ def search_advice(run: Run, result: ScanResult, passing: Recommendation | None, 
     if result.evidence == "predicted":
         command, batches = "scan --plan", "batches"  # plan needs the device
     elif suspected.root or by_root or (by_input and not run.input_trials):
-        return f"find a patch of the model's own code: lowprec-check fix TARGET -p {run.precision}"
+        return find_a_patch(run)
     elif passing is not None:  # which would end a search over all bases
         base = "autocast" if run.is_autocast else "cast"
         command = f"plan -p {run.precision} --base {base}"

@@ -299,14 +299,15 @@ class StepObserver(ThreadObserver):
         """Add a step of the script without an optimizer, if SGD makes the same ``update``."""
         weights, found = self._weights, self.found
         made = found.by_hand
-        line, trained = weights.line or "no line that is seen", changed
+        line, trained, earlier = weights.line or "no line that is seen", changed, dict[int, nn.Parameter]()
+        if made is not None:
+            earlier = _trained_by(made)
         if update is not None:
             with self._recorder.paused():
                 trained = weights.trained(changed, update.lr)
-                if made is not None:
-                    lost = [key for key in _trained_by(made) if weights.is_lost(key, update.lr)]
-                    trained |= {key: _trained_by(made)[key] for key in lost}
-        if update is None or (made is not None and _trained_by(made).keys() != trained.keys()):
+                # Rounding may have lost the update of one that changed before
+                trained |= {key: parameter for key, parameter in earlier.items() if weights.is_lost(key, update.lr)}
+        if update is None or (made is not None and earlier.keys() != trained.keys()):
             what = "not as SGD does from the gradients of its backward passes"
             self.give_up(f"it updates its weights itself, at {line}, and {what}: {found.seen}")
             self._leave()

@@ -104,8 +104,9 @@ def loss_in_fp16(result: ScanResult) -> Iterator[Finding]:
     """The script gives a function 16-bit values that torch has no kernel for, or refuses.
 
     Observed: outside of models, a function such as `ctc_loss` raised an exception for the values
-    that the script gives it, and computed them in fp32. Or `binary_cross_entropy` was called under
-    autocast of a device on which torch refuses that, since its gradient would overflow in fp16.
+    that the script gives it; the scan went on with its result in fp32. Or `binary_cross_entropy`
+    was called under autocast of a device on which torch refuses that, since its gradient would
+    overflow in fp16.
 
     What to do: compute the loss in fp32.
 
