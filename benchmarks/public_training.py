@@ -4,7 +4,7 @@
 
 ``CHECKOUTS/OWNER+NAME`` is a repository, with the data that is stubbed; PYTHONPATH has what stands for packages. A
 script is *observed* if the losses of its first steps are those of the plain script, *refused* with the reason that is
-shown, else *wrong*. With ``--steps N`` each also trains in fp32 and under autocast to bfloat16 (around all but
+shown, *not compared* if it steps no optimizer of torch itself, else *wrong*. With ``--steps N`` each also trains in fp32 and under autocast to bfloat16 (around all but
 ``backward()``) from three seeds. Shown is the mean of the last tenth of the losses of each; they are *as in fp32* if
 their mean is in the range of those of fp32, widened by its width on both sides.
 """
@@ -101,7 +101,7 @@ def verdict(observed: dict[str, Any], plain: Any) -> str:
     if "losses" not in observed:
         return "refused" if "says" in observed else "wrong"
     if not isinstance(plain, list):
-        return "wrong"
+        return "not compared"
     # The loss of a step is the sum of those of all its optimizers, which may make several each
     start = 0
     for loss in observed["losses"]:
@@ -113,6 +113,15 @@ def verdict(observed: dict[str, Any], plain: Any) -> str:
     return "observed"
 
 
+def words(fp32: list[float], low: list[float]) -> str:
+    """Whether autocast trains like fp32."""
+    if not fp32 or not low:
+        return "does not train under autocast" if fp32 else "not trained within the limit"
+    least, most = min(fp32), max(fp32)
+    is_alike = 2 * least - most <= statistics.fmean(low) <= 2 * most - least
+    return "as in fp32" if is_alike else "other than in fp32"
+
+
 def render(data: dict[str, Any]) -> str:
     """The report."""
     lines = head("Training scripts as published", data)
@@ -122,6 +131,7 @@ def render(data: dict[str, Any]) -> str:
         low, wide = ("".join(f"{end:.4g} " for end in row.get(key, [])) for key in ("low", "fp32"))
         lines.append(f"| {name} | {row['verdict']} | {says} | {wide} | {low} {row.get('words', '')} |")
     verdicts = [row["verdict"] for row in data["rows"].values()]
+    verdicts += [row["words"] for row in data["rows"].values() if row.get("words")]
     return "\n".join([*lines, "", ", ".join(f"{verdicts.count(kind)} {kind}" for kind in sorted(set(verdicts))), ""])
 
 
@@ -149,9 +159,7 @@ def main() -> None:
                 for key in ("fp32", "low"):
                     runs = [answer(entry, plain_losses, args.steps, seed, key == "low") for seed in range(SEEDS)]
                     row[key] = [statistics.fmean(run[-args.steps // 10 :]) for run in runs if isinstance(run, list)]
-                least, most = min(row["fp32"], default=0.0), max(row["fp32"], default=0.0)
-                is_alike = bool(row["low"]) and 2 * least - most <= statistics.fmean(row["low"]) <= 2 * most - least
-                row["words"] = "as in fp32" if is_alike else "other than in fp32"
+                row["words"] = words(row["fp32"], row["low"])
             rows[name] = row
     save(args.output, {"made": made(), "rows": rows}, render)
 

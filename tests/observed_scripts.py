@@ -653,6 +653,21 @@ for x, y in batches():
         optimizer.step()
 """,
     ),
+    "two models whose losses are computed before the first backward pass": (
+        2,
+        """
+first, second = net(), net()
+of_first, of_second = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second))
+for x, y in batches():
+    losses = [F.cross_entropy(model(x), y) for model in (first, second)]
+    of_first.zero_grad()
+    of_second.zero_grad()
+    for loss in losses:
+        loss.backward()
+    of_first.step()
+    of_second.step()
+""",
+    ),
     "a GAN that trains its critic three times": (
         4,
         GAN_HEAD

@@ -228,9 +228,11 @@ class Program:
                     self._parameters[self._key(tensor)] = names[id(tensor)]
         # Programs of equal form can share the code of a step, and differ in their inputs only
         self.loss_keys = [[self._key(loss) for loss in phase.losses] for phase in self.plan]
-        self._later = [
-            {key for step in self._steps if step.phase > phase for key in step.reads} for phase in range(len(self.plan))
-        ]
+        self._later = []
+        for phase in range(len(self.plan)):
+            later = {key for step in self._steps if step.phase > phase for key in step.reads}
+            # A loss may be computed long before its backward pass
+            self._later.append(later.union(*self.loss_keys[phase + 1 :]))
         plan = [(phase.clears, len(phase.losses), phase.steps) for phase in self.plan]
         order = {id(tensor): number for number, tensor in enumerate(self._keys.values())}
         forms = []
