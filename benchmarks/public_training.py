@@ -4,7 +4,8 @@
 
 ``CHECKOUTS/OWNER+NAME`` is a repository, with the data that is stubbed; PYTHONPATH has what stands for packages. A
 script is *observed* if the losses of its first steps are those of the plain script, *refused* with the reason that is
-shown, *not compared* if it steps no optimizer of torch itself, else *wrong*. With ``--steps N`` each also trains in fp32 and under autocast to bfloat16 (around all but
+shown, *not compared* if it steps no optimizer of torch, else *wrong*. With ``--steps N`` each also trains in fp32
+and under autocast to bfloat16 (around all but
 ``backward()``) from three seeds. Shown is the mean of the last tenth of the losses of each; they are *as in fp32* if
 their mean is in the range of those of fp32, widened by its width on both sides.
 """
