@@ -325,8 +325,7 @@ def ranges_by_place(batches: Sequence[OpCalls]) -> list[PlaceRange]:
     for number, op_calls in enumerate(batches):
         flows = any(op_calls.reads)
         for row in op_calls.rows():
-            of_weight = flows and not row.reads and row.op == "aten._to_copy.default"  # autocast casts them
-            if row.absmax is not None and row.is_forward and not of_weight:
+            if row.absmax is not None and row.is_forward and not (flows and row.casts_weight):
                 calls_at.setdefault((*row.place, row.dtypes), [[] for _ in batches])[number].append(row)
 
     def largest(calls: list[OpCall], field: str) -> float | None:

@@ -59,7 +59,8 @@ def explain(
 ) -> None:
     """Print the manual page of a diagnostic code."""
     from lowprec_check.analysis.rules.registry import rules
-    from lowprec_check.report.answers import list_document, render_page
+    from lowprec_check.report.answers import list_document
+    from lowprec_check.report.manual import render_page
 
     if code is None:
         print_text(list_document(rules().values()))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import re
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -223,7 +220,7 @@ def environment_document(environment: dict[str, Any]) -> Document:
     return Document("Environment", [Pairs([(name, str(value)) for name, value in rows])])
 
 
-# -- diagnostics: their list, and the manual page of one as text that fits the terminal
+# -- diagnostics
 
 
 def list_document(rules: Iterable[Rule]) -> Document:
@@ -231,20 +228,3 @@ def list_document(rules: Iterable[Rule]) -> Document:
     columns = [Column("code"), Column("name"), Column("severity", "severity"), Column("what it finds", "sentence")]
     rows = [Row([rule.code, rule.name, rule.severity, rule.summary]) for rule in sorted(rules)]
     return Document("Diagnostics", [Table(columns, rows, headings=2)])
-
-
-def render_page(rule: Rule, width: int) -> str:
-    """A diagnostic's manual, ``width`` columns wide; code is not wrapped, commands not split."""
-    no_break = "\0"
-    wrap = functools.partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
-    parts = [f"{rule.code} {rule.name} ({rule.severity})"]
-    for block in rule.manual.split("\n\n"):
-        if block.startswith("    "):
-            parts.append(block)
-            continue
-        # a no-break character stands for the spaces of a command while lines are filled
-        unbroken = re.sub(r"`[^`]+`", lambda span: re.sub(r"\s", no_break, span[0]), block)
-        items = re.split(r"\n(?=\d+\. )", unbroken)  # of a numbered list
-        lines = [wrap(item, subsequent_indent="   " if re.match(r"\d+\. ", item) else "") for item in items]
-        parts.append("\n".join(lines).replace(no_break, " "))
-    return "\n\n".join(parts)

@@ -197,7 +197,7 @@ class Say(Block):
 
     text: str
     tone: Tone = "none"
-    role: Literal["title", "verdict", "hint", "note", "text", "item", "prompt"] = "text"
+    role: Literal["title", "verdict", "hint", "note", "text", "item", "step", "prompt"] = "text"
     """``hint``: how to read what follows; ``note``: a warning; ``prompt``: only on a terminal."""
     lead: str = ""
     """What it is about, before it and emphasized: ``half, bfloat16``."""

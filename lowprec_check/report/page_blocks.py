@@ -167,6 +167,12 @@ MOST_RUNS = 4
 RANGES = ("LP201", "LP202", "LP205")
 """Findings about values at the ends of the range."""
 
+_SHARES = (
+    "A share is a part of the squared error of the output; a negative one cancels error from elsewhere. "
+    "A module's share is that of its own ops and of all modules inside, so its submodules need not add up to it; "
+    "lines and operators leave out the rounding between modules."
+)
+
 
 def scan_page(result: ScanResult) -> Document:
     """The report of a scan with charts, and with op-by-op details before its conditions."""
@@ -195,12 +201,13 @@ def page_blocks(result: ScanResult) -> Iterator[Block]:
     if len(shown) < len(runs):
         hint = f"Lines and modules are shown for {len(shown)} of {len(runs)} runs, those that fail first"
         yield Say(f"{hint}; operators for all.", role="hint", detail="all")
-    code, drawn = source_table(result, shown), [(run, charts.error_along(run)) for run in shown]
-    along = [Fold(label(run), [chart], open=run is shown[0]) for run, chart in drawn if chart is not None]
+    if any(_has_shares(run, shown) for run in shown):
+        yield Say(_SHARES, role="hint", detail="all")
+    code, along = source_table(result, shown), charts.error_along([run for run in result.runs if run in runs])
     parts: dict[str, Iterable[Block]] = {
         "Code: what happens at each line": [code] if code else [],
         "Modules: errors in the order of execution": [module_table(shown)],
-        "The error along the network": along,
+        "The error along the model": [along] if along else [],
         "Operators": operator_folds(runs),
         "Value ranges": range_blocks(result, runs),
     }

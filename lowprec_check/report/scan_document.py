@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from textwrap import dedent
 from typing import Any
 
 from lowprec_check.analysis.findings import FindingGroup, folded, groups, no_effect, tally
@@ -29,6 +28,7 @@ from lowprec_check.report.blocks import (
 from lowprec_check.report.feature_parts import sections
 from lowprec_check.report.foreign_text import visible
 from lowprec_check.report.layout.html import fragment
+from lowprec_check.report.manual import manual_blocks
 from lowprec_check.report.runs_table import runs_table
 from lowprec_check.schema.precisions import LOW_FORMATS
 from lowprec_check.schema.scan_result import ScanResult
@@ -136,12 +136,7 @@ def _findings(result: ScanResult) -> Iterator[Block]:
     if notes:
         yield Fold("Notes", [findings_table(notes, 0)], detail="more")
     for code in sorted({group.code for group in found} & rules().keys()):
-        manual: list[Block] = []
-        for paragraph in rules()[code].manual.split("\n\n"):
-            if paragraph.startswith("    "):
-                manual.append(CodeBlock(dedent(paragraph)))
-            else:
-                manual.append(Say(" ".join(paragraph.split())))
+        manual = [*manual_blocks(rules()[code])]
         yield Fold(f"What {code} means, and what to do", manual, detail="all")
 
 

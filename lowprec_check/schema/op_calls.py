@@ -190,6 +190,13 @@ class OpCall(msgspec.Struct, gc=False):
         return self.phase is None or self.phase == "forward"
 
     @property
+    def casts_weight(self) -> bool:
+        """Whether it casts what no op wrote, as autocast casts weights; files without ``reads`` do
+        not know.
+        """
+        return not self.reads and self.op == "aten._to_copy.default"
+
+    @property
     def gives_nonfinite(self) -> bool:
         """Whether it turns finite values into Inf or NaN."""
         return bool(self.introduced_inf or self.introduced_nan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shared_result import MODULES, budgeted, budgeted_result, gap, op_calls, run, shared_result
 
+from lowprec_check.analysis.rules.registry import rules
 from lowprec_check.report import charts
 from lowprec_check.report.blocks import (
     Chart,
@@ -31,6 +33,7 @@ from lowprec_check.report.blocks import (
     Table,
 )
 from lowprec_check.report.layout.html import fragment, html
+from lowprec_check.report.manual import manual_blocks
 from lowprec_check.report.page_blocks import (
     MOST_CALLS,
     MOST_ROWS,
@@ -109,7 +112,7 @@ def test_every_block_is_laid_out() -> None:
         f'title="{LOOKS["ok"].meaning}"',
         'style="--w:50%;--t:67%" title="tolerance 1e-02"',
         "1.8 × as fast",
-        'style="--w:25%"',
+        'style="--a:20%;--b:40%"',
         '<code title="aten.mm.default">mm</code>',
         '<a class="module" href="#m=a.b"><code>a.b</code></a>',
         '<a href="https://example.org">docs</a>',
@@ -173,6 +176,27 @@ def test_only_the_script_of_the_page_may_run_and_nothing_is_loaded() -> None:
     assert "unsafe-eval" not in policy
     assert "'unsafe-inline'" not in policy.partition("style-src")[0]
     assert not re.findall(r"\son\w+=|<link|<img|@import|url\(|src=", page)
+
+
+def test_a_negative_share_has_a_bar_to_the_left() -> None:
+    page = html(Document("t", [Table([Column("a"), Column("b", "share")], [Row(["x", -0.1]), Row(["y", 0.1])])]))
+    assert re.findall(r'style="(--a[^"]*)"', page) == ["--a:12%;--b:20%", "--a:20%;--b:28%"]
+
+
+def test_sentences_show_code_and_links_and_manuals_lists() -> None:
+    page = html(Document("t", [Say("call `x < 1` (see https://example.org/a?b=1)."), *manual_blocks(rules()["LP301"])]))
+    assert 'call <code>x &lt; 1</code> (see <a href="https://example.org/a?b=1">https://example.org/a?b=1</a>).' in page
+    assert "<b>Usual causes</b> the other findings" in page
+    assert page.count("<ol><li>") == 1
+    assert page.count("<li>Use the precision that the scan recommends.</li>") == 1
+
+
+@pytest.mark.parametrize("code", sorted(rules()))
+def test_no_manual_shows_raw_markdown(code: str) -> None:
+    page = html(Document("t", list(manual_blocks(rules()[code]))))
+    body = page.partition("<main")[2].partition("</main>")[0]
+    prose = re.sub(r"<pre.*?</pre>|<code>.*?</code>", "", body, flags=re.DOTALL)
+    assert not re.findall(r"`|\*\*|^(?:- |\d+\. )|\]\(", re.sub(r"<[^>]+>", "\n", prose), re.MULTILINE)
 
 
 def test_a_fragment_has_neither_scripts_nor_styles() -> None:
@@ -343,9 +367,11 @@ def test_value_ranges_are_shown_only_where_values_leave_the_range() -> None:
 # -- charts
 
 
-def svg(chart: Chart | None) -> ElementTree.Element:
+def svg(chart: Chart | None, *, narrow: bool = False) -> ElementTree.Element:
+    """The chart as a wide window shows it, or a narrow one."""
     assert chart is not None
-    return ElementTree.fromstring(f"<all>{chart.draw()}</all>")
+    wide, for_phones = ElementTree.fromstring(f"<all>{chart.draw()}</all>")
+    return for_phones if narrow else wide
 
 
 def numbers(found: ElementTree.Element, tag: str, name: str) -> list[float]:
@@ -417,19 +443,23 @@ def test_names_in_the_trade_off_do_not_overlap() -> None:
     ]
 
 
-def test_the_error_along_the_network_is_thinned_to_its_worst_calls() -> None:
+def along(*rows: OpCall, narrow: bool = False) -> ElementTree.Element:
+    return svg(charts.error_along([calls_of(*rows)]), narrow=narrow)
+
+
+def test_the_error_along_the_model_is_thinned_to_its_worst_calls() -> None:
     rows = [(i, OpCall("aten.mm.default", accumulated_error=1.0 if i == 4321 else 1e-3)) for i in range(10_000)]
     kept = list(charts.worst_of_segments(rows, charts.MOST_POINTS))
     assert len(kept) <= charts.MOST_POINTS
     assert 4321 in [index for index, _ in kept]
-    chart = charts.error_along(calls_of(*(row for _, row in rows)))
+    chart = charts.error_along([calls_of(*(row for _, row in rows))])
     assert chart is not None
     assert len(chart.draw()) < 100_000
 
 
 def test_an_error_of_exactly_zero_neither_breaks_nor_drops_the_line() -> None:
     errors = [1e-4, 0.0, 0.0, 2e-4, 3e-4, None, 5e-4, 0.0]
-    found = svg(charts.error_along(calls_of(*(OpCall("aten.mm.default", accumulated_error=error) for error in errors))))
+    found = along(*(OpCall("aten.mm.default", accumulated_error=error) for error in errors))
     [line] = [one.attrib["d"] for one in found.iter("path") if one.attrib["stroke"] == "var(--s1)"]
     assert (line.count("M"), line.count("L")) == (1, 3)
 
@@ -437,21 +467,55 @@ def test_an_error_of_exactly_zero_neither_breaks_nor_drops_the_line() -> None:
 def test_the_line_breaks_at_inf_and_nan() -> None:
     rows = [OpCall("aten.mm.default", accumulated_error=error) for error in (1e-4, 2e-4, 1e-3, 1e-3)]
     rows[2] = OpCall("aten.exp.default", introduced_inf=3)
-    found = svg(charts.error_along(calls_of(*rows)))
+    found = along(*rows)
     [line] = [one.attrib["d"] for one in found.iter("path") if one.attrib["stroke"] == "var(--s1)"]
     assert line.count("M") == 2
-    assert "✕" in [one.text for one in found.iter("text")]
-    assert any(
-        "3: exp · the model itself, " in (one.text or "") or "3: exp" in (one.text or "") for one in found.iter("title")
-    )
+    assert {"✕", "✕ Inf or NaN"} <= {one.text for one in found.iter("text")}
+    assert "exp · the model itself\nhalf: Inf or NaN" in [one.text for one in found.iter("title")]
+
+
+def test_one_chart_has_a_line_for_each_precision_over_the_same_modules() -> None:
+    """Under autocast more ops are called: casts lie between the others, and those of weights are left out."""
+    modules = [f"blocks.{i // 2}" for i in range(8)] + ["head"] * 2
+    cast = [OpCall("aten.mm.default", module, accumulated_error=1e-3) for module in modules]
+    autocast = []
+    for number, module in enumerate(modules):
+        autocast.append(OpCall("aten._to_copy.default", module, accumulated_error=0.9))
+        autocast.append(OpCall("aten._to_copy.default", module, accumulated_error=1e-4, reads=(number % 2,)))
+        autocast.append(OpCall("aten.mm.default", module, accumulated_error=2e-3, reads=(1,)))
+    runs = [run("half", "ok", 1e-3, op_calls=to_columns(cast))]
+    runs.append(run("autocast-fp16", "ok", 1e-3, op_calls=to_columns(autocast)))
+    chart = charts.error_along(runs)
+    found = svg(chart)
+    half, other = ([*found.iter("path")][at].attrib["d"] for at in (0, 1))
+    assert (half.count("L"), other.count("L")) == (9, 19)
+    ends = [re.split("[ML ]", line)[-2] for line in (half, other)]
+    assert ends[0] == ends[1], "the last op of both runs is one place"
+    texts = [one.text for one in found.iter("text")]
+    assert {"half", "autocast-fp16", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "head"} <= {*texts}
+    assert chart is not None
+    assert "Casts of weights are left out: their error is at most 9.0e-01 (autocast-fp16)" in chart.name
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+@given(st.lists(st.tuples(st.sampled_from([*MODULES, "a" * 40, "ab.c.d"]), st.integers(1, 9)), min_size=1, max_size=9))
+def test_names_below_the_error_along_the_model_do_not_overlap(narrow: bool, stretches: list[tuple[str, int]]) -> None:
+    rows = [
+        OpCall("aten.mm.default", module, accumulated_error=1e-3) for module, calls in stretches for _ in range(calls)
+    ]
+    found = along(*rows, *(OpCall("aten.mm.default", "z", accumulated_error=1e-3) for _ in range(3)), narrow=narrow)
+    labels = [one for one in found.iter("text") if one.attrib["y"] == "275"]
+    assert labels
+    ends = sorted((float(one.attrib["x"]), float(one.attrib["x"]) + 6.6 * len(one.text or "")) for one in labels)
+    assert all(right < left for (_, right), (left, _) in pairwise(ends))
+    assert ends[-1][1] <= float(found.attrib["viewBox"].split()[2])
 
 
 @pytest.mark.parametrize("text", ["<b>&\"'", "a" * 500, "\u202e"])
 def test_charts_show_foreign_text_as_it_is(text: str) -> None:
-    for found in shared_result(text).runs:
-        chart = charts.error_along(found)
-        if chart is not None:
-            assert "b" not in {one.tag for one in svg(chart).iter()}
+    chart = charts.error_along(shared_result(text).runs)
+    for narrow in (False, True):
+        assert "b" not in {one.tag for one in svg(chart, narrow=narrow).iter()}
 
 
 # -- in the browser

@@ -47,7 +47,10 @@ _FEW = 5
 _SEVERITIES = {"error": "bad", "warning": "warn", "note": "none"}
 _LONGEST = 300
 """Letters of a name that a tooltip shows in full."""
-_FLOAT = re.compile(r"\d(?:\.\d+)?e-\d+")
+_SPAN = re.compile(r"`([^`]+)`|(https://[^\s<>\"'`]*[^\s<>\"'`.,;:)\]])|(\d(?:\.\d+)?e-\d+)")
+"""What a sentence does not show as it stands: code, a link, a figure in which no line may end."""
+_ZERO = 20
+"""Percent of a cell's width at which bars of shares begin, so that a negative one has room."""
 _SAFE = re.compile(r"https://|#|(?![a-zA-Z][a-zA-Z0-9+.-]*:|//)[\w./%-]+(?:#|$)")
 """Targets of links: the web, this page, files beside it; never a script."""
 
@@ -108,12 +111,12 @@ class _Page:
         return Markup().join(parts)
 
     def blocks(self, blocks: Iterable[Block]) -> Markup:
-        """Blocks one below the other; items as a list."""
+        """Blocks one below the other; items and steps as lists."""
         parts = []
-        for is_item, group in groupby(blocks, lambda block: isinstance(block, Say) and block.role == "item"):
+        for list_tag, group in groupby(blocks, lambda block: isinstance(block, Say) and _LISTS.get(block.role)):
             inside = Markup().join(map(self._block, group))
-            if is_item:
-                inside = Markup("<ul>{}</ul>\n").format(inside)
+            if list_tag:
+                inside = Markup("<{0}>{1}</{0}>\n").format(list_tag, inside)
             parts.append(inside)
         return Markup().join(parts)
 
@@ -158,7 +161,7 @@ class _Page:
             tag = "h2" if self.has_title else "h1"
             self.has_title = True
             return Markup('<{0} class="words">{1}</{0}>\n').format(tag, text)
-        if block.role == "item":
+        if block.role in _LISTS:
             return Markup("<li{}>{}</li>").format(_tone(block.tone), text)
         name = {"hint": "hint", "note": "note"}.get(block.role, "")
         return Markup("<p{}>{}</p>\n").format(_tone(block.tone, name), text)
@@ -217,6 +220,7 @@ class _Page:
         )
 
 
+_LISTS = {"item": "ul", "step": "ol"}
 _HEAD = Markup('<div class="head">{}</div><div class="verdict {}">{}</div>{}\n')
 _CODE = Markup('<div class="code"><pre tabindex="0"><code>{}</code></pre></div>\n')
 _FIGURE = Markup('<figure class="chart">{}<figcaption>{}</figcaption></figure>\n')
@@ -243,8 +247,19 @@ def _tone(tone: str, name: str = "") -> Markup:
 
 
 def _text(text: str) -> Markup:
-    """``text`` in which no line ends inside a figure such as ``5e-02``."""
-    return Markup(_FLOAT.sub(lambda figure: f"<span class=tight>{figure[0]}</span>", str(escape(text))))
+    """A sentence: code in backticks as code, addresses as links, no line ends inside ``5e-02``."""
+    parts, end = list[Markup](), 0
+    for span in _SPAN.finditer(text):
+        parts.append(escape(text[end : span.start()]))
+        code, link, figure = span.groups()
+        if code:
+            parts.append(Markup("<code>{}</code>").format(code))
+        elif link:
+            parts.append(Markup('<a href="{0}">{0}</a>').format(link))
+        else:
+            parts.append(_TIGHT.format(figure))
+        end = span.end()
+    return Markup().join([*parts, escape(text[end:])])
 
 
 def _cell(row: Row, index: int, block: Table, cards: bool) -> Markup:
@@ -310,6 +325,13 @@ def _error(value: ErrorOf | float, text: str, _: Row) -> _Shown:
     return _Shown(text, classes, more.format(*ends, limit_figure(value.tolerance)))
 
 
+def _share(value: float, text: str, _: Row) -> _Shown:
+    """With a bar to the right of a line that stands for 0, or to the left if it is negative."""
+    end = _ZERO + (100 - _ZERO) * max(-0.25, min(1.0, value))
+    left, right = sorted((_ZERO, round(end)))
+    return _Shown(text, "bar share", Markup(' style="--a:{}%;--b:{}%"').format(left, right))
+
+
 def _link(value: Link, text: str, _: Row) -> _Shown:
     if not _SAFE.match(value.target):
         return _Shown(text)
@@ -342,7 +364,7 @@ _BADGE = Markup('<span class="badge {}"{}>{}{}</span>')
 _MODULE = Markup('<a class="module" href="#m={}"><code>{}</code></a>')
 _CELLS: dict[str, Callable[[Any, str, Row], _Shown]] = {
     "error": _error,
-    "share": lambda value, text, _: _Shown(text, "bar", Markup(' style="--w:{}%"').format(_percent(abs(value)))),
+    "share": _share,
     "speed": lambda value, text, _: _Shown(text, {"faster": "good", "slower": "warn"}.get(value.told, "none")),
     "status": _status,
     "severity": lambda value, text, _: _Shown(_BADGE.format(_SEVERITIES.get(value, "none"), "", "", text)),

@@ -65,7 +65,7 @@ def _longest_table(block: Block) -> int:
 def _laid_out(blocks: Iterable[Block], most: int) -> str:
     """Blocks with at most ``most`` rows of each table."""
     parts: list[str] = []
-    for is_item, group in groupby(blocks, lambda block: isinstance(block, Say) and block.role == "item"):
+    for is_item, group in groupby(blocks, lambda block: isinstance(block, Say) and block.role in ("item", "step")):
         laid_out = [_block(block, most) for block in group]
         if is_item:
             laid_out = ["\n".join(laid_out)]
@@ -83,7 +83,7 @@ def _block(block: Block, most: int) -> str:
             return f"**{text}**"
         if block.role == "hint" and not lead:
             return f"*{text}*"
-        mark = {"verdict": f"### {_TONES[block.tone]} ", "note": "> ", "item": "- "}.get(block.role, "")
+        mark = {"verdict": f"### {_TONES[block.tone]} ", "note": "> ", "item": "- ", "step": "1. "}.get(block.role, "")
         return f"{mark}{lead}{text}"
     if isinstance(block, Table):
         return _table(block, most)

@@ -74,7 +74,7 @@ def _print_blocks(console: Console, blocks: Iterable[Block], detail: Detail, ind
             if block.role == "verdict":  # it stands out by itself
                 style, style_of_lead = f"bold {_TONES[block.tone]}".strip(), "bold"
                 console.print()
-            elif block.role == "item":
+            elif block.role in ("item", "step"):
                 left += 2
             lead = (fill("{}: ", visible(block.lead, 1000)), style_of_lead)
             console.print(Padding(Text.assemble(lead, (visible(block.text, 4000), style)), (0, 0, 0, left)))
