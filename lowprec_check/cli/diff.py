@@ -43,8 +43,7 @@ def diff(
         typer.Option(
             "--format",
             "-f",
-            help=f"{choices(diff_formats())}. Default: by the suffix of FILE; without -o, text on a terminal "
-            "and md in a pipe.",
+            help=f"{choices(diff_formats())}. Default: by the suffix of FILE; without -o, text.",
         ),
     ] = None,
     output: Annotated[
@@ -91,7 +90,7 @@ def diff(
             )
         difference = diff_scans(before, after)
     if not files:
-        printed = chosen or FORMATS.get("text" if sys.stdout.isatty() else "md")
+        printed = chosen or FORMATS.get("text")
         if printed.name == "text":
             print_text(document_of(difference))
         else:

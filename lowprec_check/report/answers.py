@@ -10,7 +10,19 @@ from lowprec_check.catalog.answers import Difference, Gaps, OpAnswer
 from lowprec_check.catalog.records import SHORT, STATES, Mode, State, in_samples
 from lowprec_check.catalog.support import OnCpu, SupportCell
 from lowprec_check.catalog.versions import version_key
-from lowprec_check.report.blocks import Block, Column, Document, Heading, Pairs, Row, Say, StatusOf, Table, speed_of
+from lowprec_check.report.blocks import (
+    Block,
+    Column,
+    Document,
+    Heading,
+    Pairs,
+    Row,
+    Say,
+    StatusOf,
+    Table,
+    cell_text,
+    speed_of,
+)
 from lowprec_check.schema.axes import is_declared
 from lowprec_check.schema.precisions import LOW_FORMATS
 from lowprec_check.schema.statements import counted, fill, some
@@ -39,12 +51,12 @@ def answers_document(answers: Sequence[OpAnswer]) -> Document:
         blocks.append(Heading(" · ".join(_head(answer, is_here=bool(here)))))
         if answer.note:
             blocks.append(Say(answer.note, "warn", "note"))
-        if here:
-            blocks.append(_support_table(here))
-        if here and others:
-            blocks.append(Say("other releases: the newest of each device", role="hint"))
-        if others:
-            blocks.append(_support_table(others))
+        tables = [_support_table(cells) for cells in (here, others) if cells]
+        blocks += tables[:1]
+        if len(tables) > 1:
+            blocks += [Say("other releases: the newest of each device", role="hint"), tables[1]]
+        if answer is answers[0]:
+            blocks += [Say(line, role="hint") for line in _legend(tables)]
         # why dtypes do not apply, then each failure once, with the first of its often many cells
         failing: dict[str, list[str]] = {}
         unfit = [cell for cell in answer.cells if cell.not_applicable]
@@ -81,12 +93,46 @@ def _support_table(cells: Sequence[SupportCell]) -> Table:
     for key, of_row in cells_by_row.items():
         modes = [_support([cell for cell in of_row if cell.mode in group]) for group in _GROUPS]
         error = next((cell.error for cell in of_row if cell.error is not None and cell.mode == "forward"), None)
-        ulp = error and "…".join("inf" if value is None else f"{value:.3g}" for value in (error.median, error.max))
+        ulp = error and f"{_ulp_figure(error.median)}…{_ulp_figure(error.max)}"
         slower = next((cell.slower for cell in of_row if cell.slower), None)
         rows.append(Row([*key, *modes, ulp, slower and speed_of(1 / slower)]))
     columns = [Column(name) for name in ("device", "torch", "dtype")]
     columns += [Column(group[0], "status") for group in _GROUPS]
     return Table([*columns, Column("ulp"), Column("speed", "speed")], rows, headings=3)
+
+
+def _ulp_figure(value: float | None) -> str:
+    if value is None:
+        return "inf"
+    if 0 < value < 0.01:
+        return "<0.01"
+    return f"{value:.2g}" if value < 10 else f"{value:,.0f}"
+
+
+def _legend(tables: Sequence[Table]) -> Iterator[str]:
+    """Explains the marks that occur in the tables, in at most three lines."""
+    texts: dict[str, set[str]] = {}
+    for table in tables:
+        for at, column in enumerate(table.columns):
+            texts.setdefault(column.name, set()).update(cell_text(row.cells[at], column.type) for row in table.rows)
+    cells = " ".join(text for name in (*(group[0] for group in _GROUPS), "ulp", "speed") for text in texts[name])
+    marks = {
+        "since": "since 2.2: all samples run from torch 2.2 on",
+        "≤": "≤: or earlier",
+        " of ": "6 of 10: only these run",
+        "–": "–: not known",
+    }
+    if any(mark in cells for mark in marks):
+        yield "; ".join(text for mark, text in marks.items() if mark in cells)
+    if texts["ulp"] - {"–"}:
+        yield "ulp: median…largest error in units in the last place; correct rounding gives at most 0.5"
+    how = []
+    if texts["speed"] - {"–"}:
+        how.append("speed: largest sample against fp32, one thread")
+    if any("declared" in device for device in texts["device"]):
+        how.append("declared: read in torch's sources, not run")
+    if how:
+        yield "; ".join(how)
 
 
 def _head(answer: OpAnswer, *, is_here: bool) -> Iterator[str]:

@@ -289,7 +289,7 @@ def test_the_text_is_as_wide_as_the_terminal(width: int) -> None:
 
 
 @pytest.mark.slow
-def test_diff_prints_text_to_a_terminal_and_markdown_to_a_pipe(tmp_path: Path, call: Call) -> None:
+def test_diff_prints_text_to_a_terminal_and_to_a_pipe(tmp_path: Path, call: Call) -> None:
     pty = pytest.importorskip("pty")
     path = tmp_path / "scan.json"
     RESULT.save(path)
@@ -302,7 +302,7 @@ def test_diff_prints_text_to_a_terminal_and_markdown_to_a_pipe(tmp_path: Path, c
     os.close(controller)
     assert "No difference beyond noise" in shown
     assert "|" not in shown
-    assert call("diff", path, path).stdout == render(diff_scans(RESULT, RESULT), "md")
+    assert call("diff", path, path).stdout == render(diff_scans(RESULT, RESULT), "text")
     assert call("diff", path, path, "-f", "text").stdout == render(diff_scans(RESULT, RESULT), "text")
 
 

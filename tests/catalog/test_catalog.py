@@ -16,11 +16,14 @@ from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.catalog import declared, measured
 from lowprec_check.catalog.answers import difference, find_fix, gaps, lookup
 from lowprec_check.catalog.aten import AtenCatalog
+from lowprec_check.catalog.known_issues import known_issues
 from lowprec_check.catalog.names import bare, dtype_of, find
 from lowprec_check.catalog.records import DTYPES, LOW, MODES, Dtype, Failure, Header, OpRecord, OpTimes, State
 from lowprec_check.catalog.support import OpSupport
 from lowprec_check.catalog.versioned_file import CatalogError
 from lowprec_check.errors import UsageError
+from lowprec_check.report.answers import answers_document
+from lowprec_check.report.layout.text import text as in_text
 from lowprec_check.schema.op_calls import OpCall, to_columns
 from lowprec_check.schema.scan_result import Gap, GapKind, ModelInfo, Run, ScanResult
 from tools.catalog_files import MeasuredSweep
@@ -592,3 +595,35 @@ def test_the_files_have_the_modes_and_dtypes_of_their_headers() -> None:
             assert set(found.passed) <= set(DTYPES)
             for dtype, counts in found.passed.items():
                 assert len(counts) == (4 if dtype in sweep.header.autocast else 2), (found.op, dtype, MODES)
+
+
+# -- The legend below the table of an operator
+
+
+def test_three_lines_explain_every_mark_in_the_table_of_an_operator() -> None:
+    explained = {
+        "since 2": "since 2.2: all samples run",
+        "≤": "≤: or earlier",
+        " of ": "6 of 10: only these run",
+        "–": "–: not known",
+        "declared": "declared: read in",
+        "…": "ulp: median…largest",
+        "×": "speed: largest sample",
+    }
+    seen = set[str]()
+    for name in [*measured.sweep_of("cpu").operators][::4]:
+        lines = in_text(answers_document(lookup(name)[:1])).splitlines()
+        first = next(i for i, line in enumerate(lines) if line.startswith(tuple(explained.values())))
+        table, legend = "\n".join(lines[1:first]), lines[first : first + 3]
+        assert max(map(len, legend)) <= 100
+        for mark, words in explained.items():
+            if mark in table.replace("other releases: the newest of each device", ""):
+                seen.add(mark)
+                assert any(words in line for line in legend), (name, mark, legend)
+    assert seen == {*explained}
+
+
+def test_no_reported_issue_gives_a_speed_that_the_catalog_measures_itself() -> None:
+    titles = [issue.title for issue in known_issues()]
+    assert len(titles) > 20
+    assert not [title for title in titles if re.search(r"\d ?(?:×|times)", title)]
