@@ -315,7 +315,7 @@ class Ablation(Struct, frozen=True, kw_only=True):
 
 
 class UncoveredFault(Struct, frozen=True, kw_only=True):
-    """An op that gives Inf or NaN once what gives them before it is in fp32."""
+    """An op that gives Inf or NaN, or an error, once what hides that is in fp32."""
 
     kept: list[str]
     """The modules in fp32 in the run that shows it."""
@@ -325,12 +325,16 @@ class UncoveredFault(Struct, frozen=True, kw_only=True):
     """The op, as op calls name it."""
     source: str | None = None
     """``file.py:line``."""
-    becomes: Literal["Inf", "NaN"]
-    """What finite values became."""
-    values: int
-    """How many."""
-    of: int
+    becomes: Literal["Inf", "NaN", "error", "magnified error"]
+    """What finite values became; an error: finite values that are too far from those of fp32."""
+    values: int = 0
+    """How many became Inf or NaN."""
+    of: int = 0
     """The values compared."""
+    error: float | None = None
+    """The largest relative error that the op adds, or to which it magnifies that of its inputs."""
+    share: float | None = None
+    """Its share of the squared error of the output, if that is known."""
 
 
 class InputTrial(Struct, frozen=True, kw_only=True):
@@ -380,7 +384,9 @@ class VanishedConstant(Struct, frozen=True, kw_only=True):
     constant: float | None
     """The number as the code has it; ``None`` for a :attr:`weight`."""
     weight: str | None = None
-    """A parameter or buffer of one value, ``eps``, which the cast of the model makes zero."""
+    """A parameter or buffer with one value everywhere, ``eps``, which the cast of the model makes
+    zero.
+    """
 
     @property
     def place(self) -> tuple[str, str | None, float | None]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Literal
 
 from lowprec_check.analysis.choices import error_with_same_choices, other_ops
 from lowprec_check.analysis.error_shares import is_over_tolerance, is_vague
@@ -17,6 +18,7 @@ from lowprec_check.analysis.rules.relevance import (
     as_harmless,
     by_place,
     find_a_patch,
+    keep_in_fp32,
     knowledge_of,
     passing_elsewhere,
     place_finding,
@@ -40,6 +42,7 @@ from lowprec_check.analysis.run_summary import (
 from lowprec_check.schema.axes import calibrates, project_of
 from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.measures import MATTERS
+from lowprec_check.schema.module_paths import patterns
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Sentence, chained, fill, say, say_if, short_op, some
@@ -182,7 +185,9 @@ def op_outlier(result: ScanResult) -> Iterator[Finding]:
     more: then the message gives the largest of them, and the advice is to scale the values.
 
     It is a warning if the run fails and the share of this op in the output error is at least 3 %,
-    else a note.
+    else a note. Values out of range hide the errors after them. So a run that fails by them is
+    explained again with their module in fp32, up to three times; the op of each module with the
+    largest share of the error that is left is a finding, too.
 
     Usual causes: a kernel that adds up or stores intermediate values in 16 bits; values close to
     zero, where fp16 has fewer digits; a cast to a narrower dtype than that of the run.
@@ -216,6 +221,32 @@ def op_outlier(result: ScanResult) -> Iterator[Finding]:
         return message, chained(say("try this op in fp32"), passing, between=", or ")
 
     yield from weighed_places(result, is_outlier, lambda row: row.local_error or 0.0, describe)
+    yield from _uncovered(result, "error", is_outlier)
+
+
+def _uncovered(
+    result: ScanResult, becomes: Literal["error", "magnified error"], is_shown: Callable[[Run, OpCall], bool]
+) -> Iterator[Finding]:
+    """The ops whose errors values out of range before them hide, unless the run shows them."""
+    for run in low_runs(result):
+        shown: set[tuple[str, str, str | None]] = set()
+        if run.uncovered:
+            shown = {row.place for row in run.op_calls.rows() if is_shown(run, row)}
+        for fault in run.uncovered:
+            if fault.becomes != becomes or (fault.module, fault.op, fault.source) in shown:
+                continue
+            does = "adds a relative error of"
+            if becomes == "magnified error":
+                does = "magnifies the relative error of its inputs to"
+            words = f"with {{kept:modules}} in fp32, this op {does} {{error:error}}"
+            message = say(words, kept=patterns(fault.kept, run.called_modules), error=fault.error)
+            about = "its share of the output error is then {share:share}"
+            about_share = say_if(fault.share is not None, about, share=fault.share)
+            message = chained(message, about_share, say("values out of range before it hide that"))
+            advice = None
+            if run.ablation is not None and run.ablation.status == "ok":
+                advice = keep_in_fp32(run, result, fault.module)
+            yield Finding(message, run, fault.module, fault.op, fault.source, help=advice, matters=True)
 
 
 # What to do about an op that magnifies errors, by its part of a training step.
@@ -250,16 +281,18 @@ def error_amplifier(result: ScanResult) -> Iterator[Finding]:
         y = (x - x.mean(-1, keepdim=True)).square().mean(-1)
     """
 
-    def amplifies(run: Run, roundoff: float, row: OpCall) -> bool:
-        if row.input_error is None or row.input_error > 1.0:
+    def amplifies(run: Run, row: OpCall) -> bool:
+        if run.format is None or row.input_error is None or row.input_error > 1.0:
             return False  # the inputs are not finite, or wrong already, as a gradient that is zero in fp32
+        roundoff = run.format.roundoff
         jumped = (row.accumulated_error or 0.0) > max(run.tolerance or 0.0, JUMP * max(row.input_error, roundoff))
         return jumped and (row.local_error or 0.0) < OUTLIER_ROUNDOFFS * roundoff and not row.introduced_inf
 
+    yield from _uncovered(result, "magnified error", amplifies)
     for run in low_runs(result):
         if run.format is None or run.status == "ok":
             continue
-        places = by_place(run, partial(amplifies, run, run.format.roundoff), lambda row: row.accumulated_error or 0.0)
+        places = by_place(run, partial(amplifies, run), lambda row: row.accumulated_error or 0.0)
         relevance = Relevance(run)
         for row, count in places:
             after = row.accumulated_error or 0.0

@@ -210,10 +210,11 @@ def vanishing_constant(result: ScanResult) -> Iterator[Finding]:
     """A constant that is not zero becomes zero in the dtype (`x + 1e-8` in fp16).
 
     Observed: an op takes a number from the code in the dtype of its tensors, and the number rounds
-    to zero there: in fp16, every number up to 3e-8. The scan reads it from the arguments, so no
-    input needs to show the effect. Added, it changes nothing; as a bound, it is zero; a comparison
-    with it is one with zero. Numbers that a kernel takes in fp32, such as the `eps` of
-    `layer_norm`, do not count.
+    to zero there: in fp16, every number up to 3e-8. So does a tensor that is made of it in the
+    dtype, as by `torch.tensor(1e-8, dtype=x.dtype)`, or cast to it. The scan reads it from the
+    arguments, so no input needs to show the effect. Added, it changes nothing; as a bound, it is
+    zero; a comparison with it is one with zero. Numbers that a kernel takes in fp32, such as the
+    `eps` of `layer_norm`, do not count.
 
     It is a warning if an op of the same module gives NaN or Inf later in this run. In a run that
     fails, the scan tries what other constants do: it runs the model again with the smallest number
@@ -298,7 +299,7 @@ def _vanished(run: Run, result: ScanResult, calls: list[OpCall], after: OpCall |
             severity = "error"
             advice = passing_elsewhere(run, result)
         if trial.status == "ok":
-            advice = _largest_of(first.vanished or 0.0, trial.number, name, smallest=written)
+            advice = _largest_of(first, trial.number, written)
     count = sum(row.op == first.op for row in calls)
     finding = place_finding(result, run, first, count, message, advice)
     return finding._replace(severity=severity, matters=True if severity == "error" else None)
@@ -325,16 +326,25 @@ def _with_others(run: Run, trial: ConstantTrial) -> Sentence:
     return say(tried, number=number, error=trial.rel_l2)
 
 
-def _largest_of(constant: float, number: float, dtype: str, smallest: FloatFormat | None) -> str:
-    """How to write a constant so that it is not zero in a dtype, and the same in fp32."""
-    held = f"{number:.1g}"
-    if smallest is not None and number == smallest.smallest_normal:
+def _largest_of(row: OpCall, number: float, written: FloatFormat | None) -> str:
+    """How to write a constant so that it is not zero in the dtype, and the same in fp32."""
+    constant, held, where = row.vanished or 0.0, f"{number:.1g}", ""
+    is_smallest = written is not None and number == written.smallest_normal
+    if row.op.startswith("aten._to_copy"):
+        if written is not None and is_smallest:
+            held = f"torch.finfo({written.dtype}).tiny"
+        bound = f"min={held}"
+        if constant < 0:
+            bound = f"max=-{held}"
+        return f"cast t.clamp({bound}) instead of this tensor t"
+    if written is not None and is_smallest:
         held = "torch.finfo(t.dtype).tiny"
-    larger = f"max({constant:g}, {held})"
+        where = f", where t is the {written.short} tensor that this op computes with"
+        if row.op.startswith("torch."):
+            held, where = "torch.finfo(dtype).tiny", ", where dtype is that of the tensor"
     if constant < 0:
-        larger = f"min({constant:g}, -{held})"
-    where = f", where t is the {dtype} tensor that this op computes with"
-    return f"write {larger} for it{where if 't.dtype' in held else ''}"
+        return f"write min({constant:g}, -{held}) for it{where}"
+    return f"write max({constant:g}, {held}) for it{where}"
 
 
 def narrowest(dtypes: str) -> FloatFormat | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -158,45 +159,44 @@ class DispatchedCall:
         numbers = [v for v in (*self.args, *self.kwargs.values()) if isinstance(v, (int, float))]
         return max(map(float, numbers), key=abs, default=None)
 
+    @property
+    def makes_narrow_constant(self) -> bool:
+        """Whether it is the end of ``torch.tensor(1e-10, dtype=torch.half)``."""
+        return self.traits.packet == "aten::lift_fresh" and self.inputs[0].dtype in NARROW
+
     def vanished_constant(self, outputs: list[Tensor], low: torch.dtype | None = None) -> float | None:
         """The first non-zero number given to the op that rounds to zero in the op's dtype.
 
-        With ``low``, that rounds to zero in this one, of an op on wide tensors too.
+        With ``low``, that rounds to zero in this one, of an op on wide tensors too. Of a cast, the
+        only value of what it casts.
         """
-        vanished: list[float] = []
-
-        def collect(number: float) -> float:
-            vanished.append(number)
-            return number
-
-        self.with_numbers(outputs, collect, low)
-        return next(iter(vanished), None)
+        if self.traits.casts and self.inputs:
+            source = self.inputs[0]
+            is_rounded = bool(outputs) and outputs[0].dtype in NARROW and _is_number(source)
+            if is_rounded and bool(vanishes_in(outputs[0].dtype, source)):
+                return float(source)
+            return None
+        largest = self._largest_vanishing(outputs, low)
+        if largest is None:
+            return None
+        for value in self._numbers():
+            for number in value if isinstance(value, (list, tuple)) else [value]:
+                if _vanishes(number, largest):
+                    return float(number)
+        return None
 
     def with_numbers(
         self, outputs: list[Tensor], instead: Callable[[float], float], low: torch.dtype | None = None
     ) -> tuple[Args, Kwargs]:
         """Its arguments, with others for such numbers."""
-        slots = self.traits.number_slots
-        if not slots or self.kwargs.get("alpha", 1) != 1:
+        largest = self._largest_vanishing(outputs, low)
+        if largest is None:
             return self.args, self.kwargs
-        tensors = self.inputs if self.traits.packet in COMPARISONS else outputs
-        if not tensors or (low is None and tensors[0].dtype not in NARROW):
-            return self.args, self.kwargs
-        # CUDA takes the number of ``logit`` in fp32.
-        if self.traits.packet.startswith("aten::logit") and tensors[0].device.type != "cpu":
-            return self.args, self.kwargs
-        # Half the smallest subnormal number rounds to zero, too: a tie goes to even.
-        limits = torch.finfo(low or tensors[0].dtype)
-        largest = limits.tiny * limits.eps / 2
 
         def replaced(value: Any) -> Any:
             if isinstance(value, (list, tuple)):
                 return type(value)(map(replaced, value))
-            is_number = isinstance(value, (int, float))
-            # A tensor, as ``cosine_similarity`` makes it; accelerators would have to wait.
-            if isinstance(value, Tensor) and value.device.type == "cpu" and not value.ndim:
-                is_number = value.dtype in (torch.float32, torch.float64)
-            if not is_number or not 0 < abs(float(value)) <= largest:
+            if not _vanishes(value, largest):
                 return value
             number = instead(float(value))
             if isinstance(value, Tensor):
@@ -204,12 +204,58 @@ class DispatchedCall:
             return number
 
         args, kwargs = list(self.args), dict(self.kwargs)
-        for index, name in slots:
+        for index, name in self.traits.number_slots:
             if index < len(args):
                 args[index] = replaced(args[index])
             elif name in kwargs:
                 kwargs[name] = replaced(kwargs[name])
         return tuple(args), kwargs
+
+    def _numbers(self) -> Iterator[Any]:
+        """What is given for the numbers that it takes in the dtype of its tensors."""
+        for index, name in self.traits.number_slots:
+            if index < len(self.args):
+                yield self.args[index]
+            elif name in self.kwargs:
+                yield self.kwargs[name]
+
+    def _largest_vanishing(self, outputs: list[Tensor], low: torch.dtype | None) -> float | None:
+        """The largest number that rounds to zero in its dtype, or in ``low``; ``None`` if none."""
+        if not self.traits.number_slots or self.kwargs.get("alpha", 1) != 1:
+            return None
+        tensors = self.inputs if self.traits.packet in COMPARISONS else outputs
+        if not tensors or (low is None and tensors[0].dtype not in NARROW):
+            return None
+        # CUDA takes the number of ``logit`` in fp32.
+        if self.traits.packet.startswith("aten::logit") and tensors[0].device.type != "cpu":
+            return None
+        return _largest_zero(low or tensors[0].dtype)
+
+
+def vanishes_in(dtype: torch.dtype, values: Tensor) -> Tensor:
+    """Which values are zero in ``dtype``, and not themselves."""
+    return (values != 0) & (values.abs() <= _largest_zero(dtype))
+
+
+@functools.cache
+def _largest_zero(dtype: torch.dtype) -> float:
+    """Half the smallest subnormal number rounds to zero, too: a tie goes to even."""
+    limits = torch.finfo(dtype)
+    return limits.tiny * limits.eps / 2
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a number, or a tensor of one value; accelerators would have to wait for it."""
+    if isinstance(value, Tensor):
+        return value.device.type == "cpu" and value.numel() == 1 and value.dtype in (torch.float32, torch.float64)
+    return isinstance(value, (int, float))
+
+
+def _vanishes(value: Any, largest: float) -> bool:
+    # As ``cosine_similarity`` makes it: others are not taken in the dtype of the op.
+    if isinstance(value, Tensor) and value.ndim:
+        return False
+    return _is_number(value) and 0 < abs(float(value)) <= largest
 
 
 def named_arguments(func: OpOverload, args: Args, kwargs: Kwargs) -> dict[str, Any]:

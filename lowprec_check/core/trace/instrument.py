@@ -38,6 +38,7 @@ from lowprec_check.schema.scan_result import Gap
 from lowprec_check.torchkit.compiled import compiled_code_in_eager
 from lowprec_check.torchkit.devices import free_memory, seed_everything
 from lowprec_check.torchkit.dispatch_mode import DispatchMode, observing
+from lowprec_check.torchkit.made_tensors import noting_made_tensors
 from lowprec_check.torchkit.output_comparison import compare_outputs, same_bits
 from lowprec_check.torchkit.pytree import leaves
 from lowprec_check.torchkit.source_location import ModuleStack, call_model
@@ -264,7 +265,7 @@ def call_under(
         with ready.context(), compiled_code_in_eager(), warnings.catch_warnings():
             # Compiled modules warn that there are global hooks, which are ours.
             warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
-            with mode, inner or contextlib.nullcontext():
+            with noting_made_tensors(), mode, inner or contextlib.nullcontext():
                 output = call_model(ready.call, inputs, named)
     except BaseException as error:
         reraise_interrupt(error)

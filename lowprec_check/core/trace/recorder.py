@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from lowprec_check.core.trace.dispatched_call import DispatchedCall
+from lowprec_check.core.trace.dispatched_call import DispatchedCall, vanishes_in
 from lowprec_check.core.trace.execution import Emulation, Execution
 from lowprec_check.core.trace.journal import Journal
 from lowprec_check.core.trace.lockstep import GeneratorState, Lockstep, has_drawn, state_before
@@ -30,6 +30,7 @@ from lowprec_check.schema.measures import Errors
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.torchkit.dispatch_mode import AutocastKeys, DispatchMode, observing
 from lowprec_check.torchkit.floating_dtypes import NARROW, is_narrow, underflows
+from lowprec_check.torchkit.made_tensors import tensor_being_made
 from lowprec_check.torchkit.source_location import instruction_of
 
 
@@ -91,6 +92,8 @@ class Recorder(DispatchMode):
                 return out
             if self.execution.pending.any:
                 return self.execution.pending.resolve(call, out)
+            if call.makes_narrow_constant:
+                self._guarded(call, self._record_made, call, out, frame)
             return out
 
         self._begin(call, frame)
@@ -184,6 +187,26 @@ class Recorder(DispatchMode):
                 self._measure(call, outputs, state, row)
             self._observe(call, lambda observer: observer.after(call, row, outputs))
         finally:
+            # What an op computed, or an input, is no constant.
+            if call.traits.casts and row.reads:
+                row.vanished = None
+            self.journal.add(row)
+
+    def _record_made(self, call: DispatchedCall, out: Tensor, frame: FrameType) -> None:
+        """Give the reference the values of a tensor made in 16 bits; a row if some become zero."""
+        made = tensor_being_made()
+        if made is None or self._errors == "none":
+            return
+        values = made.in_dtype(torch.float64)
+        if values is None or values.shape != out.shape:
+            return
+        self.lockstep.twins.set_reference(out, values.to(out.device, self.lockstep.wide))
+        vanished = values[vanishes_in(out.dtype, values)]
+        if len(vanished):
+            self._begin(call, frame)
+            row = call.row([out])
+            row.op, row.vanished, row.nth = made.function, float(vanished[0]), call.nth_on_line(self._on_line)
+            self._observe(call, lambda observer: observer.after(call, row, [out]))
             self.journal.add(row)
 
     def _measure(self, call: DispatchedCall, outputs: list[Tensor], state: GeneratorState | None, row: OpCall) -> None:

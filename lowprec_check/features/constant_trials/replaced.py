@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -14,15 +15,17 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 
 from lowprec_check.analysis.error_shares import CAST_INPUT
-from lowprec_check.core.trace.dispatched_call import DispatchedCall
+from lowprec_check.core.trace.dispatched_call import DispatchedCall, vanishes_in
 from lowprec_check.core.trace.instrument import call_under
 from lowprec_check.engine.model.plain_run import judge, output_tensors
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
+from lowprec_check.engine.model.streamed_weights import is_in_memory
 from lowprec_check.process import system
 from lowprec_check.schema.measures import ConstantTrial, VanishedConstant
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.torchkit.dispatch_mode import AutocastKeys, DispatchMode
+from lowprec_check.torchkit.made_tensors import tensor_being_made
 from lowprec_check.torchkit.source_location import ModuleStack, source_lines
 
 MOST_CONSTANTS = 12  # the first that are called; of each, one run shows whether it matters
@@ -112,7 +115,7 @@ def _weights_of(model: nn.Module, replaced: Sequence[VanishedConstant], number: 
     with contextlib.ExitStack() as changed:
         for tensor in [tensors[path] for path in paths if path in tensors]:
             changed.callback(setattr, tensor, "data", tensor.data)
-            tensor.data = torch.full_like(tensor.data, number)
+            tensor.data = torch.full_like(tensor.data, number).copysign(tensor.data)
         yield
 
 
@@ -127,11 +130,13 @@ class _Replacing(DispatchMode):
     ) -> None:
         super().__init__()
         self._stack, self._number, self._low = stack, number, low
-        self._replaced = {constant.place for constant in replaced if constant.weight is None}
+        self._replaced = {_as_fp32(*constant.place) for constant in replaced if constant.constant is not None}
 
     def handle(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
         """Return the result of the op."""
         call = DispatchedCall(func, args, kwargs, keys)
+        if call.traits.casts or call.traits.packet == "aten::lift_fresh":
+            return self._with_values(call, call.run(), sys._getframe(1))
         if not call.traits.number_slots:
             return call.run()
         # The dtype in which it takes numbers is that of its result, or of what it writes to.
@@ -140,25 +145,52 @@ class _Replacing(DispatchMode):
             out = call.run()
             outputs = call.results(out)
         constant, source = call.vanished_constant(outputs, self._low), source_lines(sys._getframe(1)).source
-        if constant is not None and (self._stack.current, source, constant) in self._replaced:
+        if constant is not None and _as_fp32(self._stack.current, source, constant) in self._replaced:
             call.args, call.kwargs = call.with_numbers(outputs, self._instead, self._low)
         elif not call.traits.mutable:
             return out
         return call.run()
 
+    def _with_values(self, call: DispatchedCall, out: Tensor, frame: FrameType) -> Tensor:
+        """The tensor ``out`` that it made or cast, with the number where constants became zero."""
+        constant, values = None, call.inputs[0]
+        if call.traits.casts:
+            constant = call.vanished_constant([out])
+        else:
+            made = tensor_being_made()
+            exact = None if made is None else made.in_dtype(torch.float64)
+            if exact is not None and exact.shape == out.shape:
+                values = exact
+                constant = next(iter(exact[vanishes_in(self._low, exact)].tolist()), None)
+        source = source_lines(frame).source
+        if constant is not None and _as_fp32(self._stack.current, source, constant) in self._replaced:
+            numbers = torch.full_like(values, self._number).copysign(values)
+            out.copy_(torch.where(vanishes_in(self._low, values), numbers, values))
+        return out
+
     def _instead(self, constant: float) -> float:
         return math.copysign(self._number, constant)
 
 
-def vanished_constants(rows: Iterable[OpCall]) -> list[VanishedConstant]:
-    """The constants that are zero in op calls of a forward pass, in the order of the calls."""
+def _as_fp32(module: str, source: str | None, constant: float | None) -> tuple[str, str | None, str]:
+    """A place, with the number as it is if a tensor in fp32 holds it."""
+    return module, source, f"{constant:.6g}"
+
+
+def vanished_constants(rows: Iterable[OpCall], weights: Mapping[str, Tensor]) -> list[VanishedConstant]:
+    """The constants that are zero in op calls of a forward pass, in the order of the calls.
+
+    ``weights``: the parameters and buffers before their cast; those of one value are constants.
+    """
     constants: dict[VanishedConstant, None] = {}
     for row in rows:
         if row.vanished is not None and row.is_forward:
             constants[VanishedConstant(module=row.module, source=row.source, constant=row.vanished)] = None
             continue
         is_weight = row.op.startswith("cast ") and not row.op.startswith(CAST_INPUT)
-        if is_weight and row.flushed == 1.0 and set(row.shape.split("×")) <= {"", "1"}:
+        if is_weight and row.flushed == 1.0:
             weight = row.op.removeprefix("cast ")
-            constants[VanishedConstant(module=row.module, constant=None, weight=weight)] = None
+            values = weights.get(".".join(filter(None, (row.module, weight))))
+            if values is not None and is_in_memory(values) and bool((values == values.flatten()[0]).all()):
+                constants[VanishedConstant(module=row.module, constant=None, weight=weight)] = None
     return list(constants)[:MOST_CONSTANTS]

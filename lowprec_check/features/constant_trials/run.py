@@ -7,6 +7,7 @@ from typing import Any
 from lowprec_check.core.feature_hooks import Explained, Feature
 from lowprec_check.core.plain_part import Fp32Outputs
 from lowprec_check.core.preparation import in_eager_mode, in_fp32, prepared_for
+from lowprec_check.core.trace.instrument import fp32_state
 from lowprec_check.features.constant_trials.replaced import ConstantTrials, vanished_constants
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import EAGER
@@ -27,7 +28,7 @@ class ConstantTrialsFeature(Feature):
         seconds = task.explain_budget / 4
         if run.status not in ("nonfinite", "inaccurate") or (run.latency_ms or 0.0) / 1e3 > seconds:
             return
-        constants = vanished_constants(run.op_calls.rows())
+        constants = vanished_constants(run.op_calls.rows(), fp32_state(target.model))
         if not constants:
             return
         saved = Fp32Outputs.load(task.files)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from helpers import scan_here
@@ -28,6 +29,11 @@ GUARDS: dict[str, Guard] = {
     "maximum": lambda x, eps: x / torch.maximum(x.norm(dim=-1, keepdim=True), torch.tensor(eps)),
     "in place": lambda x, eps: x / x.norm(dim=-1, keepdim=True).add_(eps),
     "full": lambda x, eps: x / (x.norm(dim=-1, keepdim=True) + torch.full_like(x, eps)),
+    "made": lambda x, eps: x / (x.norm(dim=-1, keepdim=True) + torch.tensor(eps, dtype=x.dtype)),
+    "new": lambda x, eps: x / torch.maximum(x.norm(dim=-1, keepdim=True), x.new_tensor([eps])),
+    "array": lambda x, eps: x / (x.norm(dim=-1, keepdim=True) + torch.as_tensor(np.float32([eps]), dtype=x.dtype)),
+    "list": lambda x, eps: x / (x.norm(dim=-1, keepdim=True) + x.new_tensor([eps] * 8 + [0.0])[:8]),
+    "cast": lambda x, eps: x / (x.norm(dim=-1, keepdim=True) + torch.tensor(eps).to(x)),
     "root": lambda x, eps: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps),
 }
 
@@ -95,10 +101,54 @@ def test_of_several_constants_the_one_that_matters_is_named(guards: list[str], d
     first, *others = errors(result)
     assert (first.code, first.module) == ("LP206", str(matters))
     assert "output passes" in first.message
-    assert "torch.finfo(t.dtype).tiny" in (first.help or "")
+    assert ").tiny" in (first.help or "")
     assert [other.code for other in others] == ["LP301"]
     assert "metric" not in (others[0].help or "")
     assert not any("scale" in (diagnostic.help or "") for diagnostic in result.diagnostics)
+
+
+@pytest.mark.parametrize(
+    ("guard", "code"),
+    [
+        ("made", "torch.tensor(max(1e-09, torch.finfo(x.dtype).tiny), dtype=x.dtype)"),
+        ("new", "x.new_tensor(max(1e-09, torch.finfo(x.dtype).tiny))"),
+        ("cast", "torch.tensor(1e-9).clamp(min=torch.finfo(torch.float16).tiny).to(x)"),
+    ],
+)
+def test_the_code_of_the_advice_works(guard: str, code: str) -> None:
+    model = chain([(guard, 1e-9, True)])
+    [advice] = {error.help for error in errors(scanned(model)) if error.code == "LP206"}
+    # As the advice says, with its own words for the tensor and its dtype.
+    said = (advice or "").replace("(dtype)", "(x.dtype)").removeprefix("write ").removeprefix("cast t").split(")")[0]
+    assert said in code
+    assert fails(model)
+    GUARDS["advised"] = lambda x, _: x / (x.norm(dim=-1, keepdim=True) + eval(code, {"torch": torch, "x": x}))
+    try:
+        assert not fails(chain([("advised", 0.0, True)]))
+    finally:
+        del GUARDS["advised"]
+
+
+def test_the_reference_has_the_number_that_a_tensor_in_16_bits_loses() -> None:
+    class Made(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.tensor([1000.3, 0.1003], dtype=x.dtype).sum()
+
+    model = Made()
+    [run] = [run for run in scanned(model).runs if run.precision == "half"]
+    with torch.no_grad():
+        low, exact = model(inputs().half()).float(), model(inputs())
+    assert run.lockstep_error is not None
+    assert run.lockstep_error.rel_l2 == pytest.approx(float((low - exact).norm() / exact.norm()), rel=1e-3)
+
+
+def test_a_value_that_was_computed_is_no_constant() -> None:
+    class Computed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            small = (x.float().mean() * 1e-10).to(x.dtype)
+            return x / (x * small)
+
+    assert not [diagnostic for diagnostic in scanned(Computed()).diagnostics if diagnostic.code == "LP206"]
 
 
 def test_two_that_matter_are_both_named() -> None:
@@ -147,7 +197,7 @@ def test_a_cause_beside_another_one_is_named_too(guard: str) -> None:
     result = scanned(Overflows(guard, 1e-9, zero_row=True).eval())
     found = {error.code: error for error in errors(result)}
     assert "fp32 with 0 in its place fails, and with 6.1e-05 in its place the output passes" in found["LP206"].message
-    assert "torch.finfo(t.dtype).tiny" in (found["LP206"].help or "")
+    assert ").tiny" in (found["LP206"].help or "")
     assert "LP201" in found
     assert "LP206" not in (found["LP301"].help or "")
 
