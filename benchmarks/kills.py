@@ -133,7 +133,7 @@ COMMANDS = {
     "scan --backend inductor": Command(f"{_SCAN} -p bf16 --backend inductor --no-plan", ("bfloat16 inductor",)),
     "scan --train": Command(f"{_SCAN} -p half,amp-bf16 --train --no-plan", ("half eager", "autocast-bf16 eager")),
     "scan --device cuda": Command(f"{_SCAN} -p half --device cuda --no-plan", ("half eager",)),
-    "plan": Command("plan model.py --base cast --budget 60"),
+    "plan": Command("plan model.py --base cast --search-seconds 60"),
     "compat": Command("compat model.py other.py -o reports -p half -j 2 --scan-options --no-plan"),
     "compat --engine dask": Command(
         "compat model.py other.py -o reports -p half -j 2 --scan-options --no-plan --engine dask"

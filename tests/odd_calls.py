@@ -369,7 +369,7 @@ OPTIONS = [
     OddCall("plan model.py --base amp", 2, "Unknown base 'amp'"),
     OddCall("plan model.py --metric", 2, "defines no metric"),
     OddCall("plan model.py --max-drop 0.1", 2, "--max-drop needs a metric"),
-    OddCall("plan model.py --inputs-from 2", 2, "`inputs` is neither a function"),
+    OddCall("plan model.py --batches 2", 2, "`inputs` is neither a function"),
     OddCall("plan missing.py", 2, "No such file: missing.py"),
 ]
 
@@ -448,7 +448,7 @@ _USES_LONG = {
     f"scan model.py --baseline {LONG} --update-baseline": "",
     f"scan model.py --save-plan {LONG}": "",
     f"scan hf:{LONG}": "is not a folder",
-    f"plan model.py --save {LONG}": "",
+    f"plan model.py --save-plan {LONG}": "",
     f"compat model.py -o {LONG}": "",
     f"compat --from-file {LONG}": "",
     f"report {LONG}": "",
@@ -515,7 +515,7 @@ STREAMS = [
     OddCall("op dot", 141, "", own_process="gone"),
     OddCall("explain", 141, "", own_process="gone"),
     OddCall(f"scan model.py {HALF} --json o.json --report o.md", 141, "", own_process="gone", saves=("o.json", "o.md")),
-    OddCall("plan model.py -p half -q --save plan.json", 141, "", own_process="gone", saves=("plan.json",)),
+    OddCall("plan model.py -p half -q --save-plan plan.json", 141, "", own_process="gone", saves=("plan.json",)),
     OddCall("op dot", 2, "Cannot write to standard output: Bad file descriptor", own_process="read-only"),
     OddCall("op dot", 0, "dispatches dot", own_process="nowhere"),
     OddCall(f"scan model.py {HALF}", 0, "", own_process="closed"),

@@ -69,7 +69,7 @@ STEPS = [
     Step("fix", [*COMMAND, "fix", "whitening.py", "-p", "half"], lambda _, text: "4 changes, half passes" in text),
     Step(
         "plan",
-        [*COMMAND, "plan", "t5_feed_forward.py", "-p", "half", "--save", "plan.json"],
+        [*COMMAND, "plan", "t5_feed_forward.py", "-p", "half", "--save-plan", "plan.json"],
         lambda folder, _: bool(json.loads((folder / "plan.json").read_text())["keep_fp32"]),
     ),
     Step(

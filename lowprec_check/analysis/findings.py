@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from lowprec_check.schema.findings import Diagnostic, ReportedCase, Severity
-from lowprec_check.schema.precisions import PRECISIONS
-from lowprec_check.schema.run_key import qualified
 from lowprec_check.schema.statements import agree, counted, fill, joined, module_name, some, words
 
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")  # the most severe first
@@ -58,7 +56,6 @@ class FindingGroup(NamedTuple):
     severity: Severity
     op: str | None
     runs: list[str]  # labels of the runs, `half · inductor`
-    short_runs: list[str]  # the same, abbreviated for tables: `ac-bf16`
     messages: list[Message]  # the most severe first; several if no sentence is true of all runs
     places: list[FindingPlace]
     harmless: bool  # whether it is known that no run fails for them
@@ -131,12 +128,6 @@ def group_of(members: Sequence[Diagnostic]) -> FindingGroup:
     members = sorted(members, key=lambda d: SEVERITIES.index(d.severity))
     first = members[0]
 
-    def short(precision: str, d: Diagnostic) -> str:
-        # a saved result may name a precision that is not registered here
-        registered = PRECISIONS.find(precision)
-        name = registered.short if registered else precision
-        return qualified(name, d.backend, d.memory_format)
-
     said: dict[object, list[Diagnostic]] = {}  # by words, advice and severity: one message for all that share these
     places: dict[tuple[str | None, str | None], list[Diagnostic]] = {}
     for d in members:
@@ -155,7 +146,6 @@ def group_of(members: Sequence[Diagnostic]) -> FindingGroup:
         severity=first.severity,
         op=first.op,
         runs=_runs(members),
-        short_runs=list(dict.fromkeys(short(d.precision, d) for d in members if d.precision)),
         messages=messages,
         places=[FindingPlace(module, source, _runs(found)) for (module, source), found in places.items()],
         harmless=all(map(is_harmless, members)),
@@ -186,13 +176,13 @@ def no_effect(found: Sequence[FindingGroup]) -> str:
 
 
 def folded(found: Iterable[FindingGroup]) -> str:
-    """Groups in one line: ``LP202 underflow (half) ×3, LP401 cast-churn (ac-bf16)``."""
+    """Groups in one line: ``LP202 underflow (half) ×3, LP401 cast-churn (autocast-bf16)``."""
     codes: dict[str, list[FindingGroup]] = {}
     for group in found:
         codes.setdefault(f"{group.code} {group.name}", []).append(group)
     lines = []
     for name, members in codes.items():
-        runs = ", ".join(dict.fromkeys(run for group in members for run in group.short_runs))
+        runs = ", ".join(dict.fromkeys(run for group in members for run in group.runs))
         count = sum(group.size for group in members)
         times = f" ×{count}" if count > 1 else ""
         lines.append(f"{name}{fill(' ({})', runs)}{times}")

@@ -95,7 +95,9 @@ def check_writable(path: Path | None, option: str) -> None:
     if path is None or (str(path) == "-" and option == "--json"):
         return
     if str(path) == "-":
-        hint = "Leave -o out to print to stdout." if option == "-o" else "To print to stdout, use --json."
+        hint = "To print to stdout, use --json."
+        if option == "--report":
+            hint = "Leave it out to print to stdout."
         raise UsageError(f"{option} needs a file name, not -.", hint)
     try:
         check_file(path)
@@ -103,9 +105,9 @@ def check_writable(path: Path | None, option: str) -> None:
         raise UsageError(error.message, f"Give {option} a path in an existing, writable folder.") from None
 
 
-def output_files(output: list[Path] | None, format: str | None) -> list[Path]:
-    """The values of ``-o``; raises :class:`UsageError` for several with one ``--format``."""
-    files = output or []
+def output_files(report: list[Path] | None, format: str | None) -> list[Path]:
+    """The values of ``--report``; raises :class:`UsageError` for several with one ``--format``."""
+    files = report or []
     if format is not None and len(files) > 1:
         hint = "Leave --format out: the suffix of each file sets its format."
         raise UsageError("--format works with only one output file.", hint)

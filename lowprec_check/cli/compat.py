@@ -11,7 +11,7 @@ import typer
 from lowprec_check.cli.app import FINDINGS, app, print_status
 from lowprec_check.cli.options import Backends, Budget, Devices, Precisions, Quiet
 from lowprec_check.errors import Terminated, UsageError
-from lowprec_check.schema.axes import BACKENDS
+from lowprec_check.schema.axes import BACKENDS, device_of
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.statements import counted, fill, some
 
@@ -43,7 +43,7 @@ def compat(
         list[str] | None, typer.Argument(metavar="[TARGET]...", help="Models to scan, written as for scan.")
     ] = None,
     from_file: FromFile = None,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Folder for the report.")] = Path(
+    report: Annotated[Path, typer.Option("--report", "-o", metavar="FOLDER", help="Folder for the report.")] = Path(
         "reports"
     ),
     device: Devices = None,
@@ -70,13 +70,15 @@ def compat(
     from lowprec_check.report.matrix import status_of
     from lowprec_check.schema.verdict import look
 
+    for name in device or []:
+        device_of(name)
     requests = list(map(Request, targets or []))
     if from_file:
         requests += read_list(from_file)
     requests = expand_requests(requests, _options(precision, backend, budget, scan_options), device or [])
     if not requests:
         raise UsageError("There is nothing to scan.", "Pass at least one target, or --from-file LIST.")
-    with ReportFolder(output) as folder:
+    with ReportFolder(report) as folder:
         scanned: list[MatrixRow] = []
 
         # Each row is written at once: a list may take hours.
@@ -92,7 +94,7 @@ def compat(
             print_status(f"[{done}/{of}] {visible(line)}")
 
         try:
-            matrix = scan_all(requests, output, jobs=jobs, engine=engine, timeout=timeout, on_row=on_row)
+            matrix = scan_all(requests, report, jobs=jobs, engine=engine, timeout=timeout, on_row=on_row)
         except (KeyboardInterrupt, Terminated):
             print_status("Progress is saved; run the same command to resume.")
             raise
@@ -101,7 +103,7 @@ def compat(
     asked = {request.slug for request in requests}
     failed = sum(row.state == "failed" and row.slug in asked for row in matrix.rows)
     rows = counted(len(matrix.rows), "row") + fill(" ({} of earlier runs)", len(matrix.rows) - len(scanned))
-    print(f"{rows}, {failed} could not be scanned: {visible(str(output / 'index.md'))}")
+    print(f"{rows}, {failed} could not be scanned: {visible(str(report / 'index.md'))}")
     if without_pages:
         print_status(
             f"warning: No page could be written for {some([row.target for row in without_pages], 5)}: "
@@ -119,7 +121,7 @@ def _options(
     except ValueError as error:
         raise UsageError(f"Cannot parse --scan-options: {error}.", "Quote it as in a shell.") from None
     if any(word.partition("=")[0] == "--json" for word in words):
-        raise UsageError("--json cannot be in --scan-options: each scan is saved under -o.", "Leave it out.")
+        raise UsageError("--json cannot be in --scan-options: each scan is saved under --report.", "Leave it out.")
     # Names as registered: an alias would be another model to the folder.
     named = [word for name in PRECISIONS.names_in(precision or []) for word in ("-p", name)]
     named += [word for name in BACKENDS.names_in(backend or []) for word in ("--backend", name)]

@@ -43,13 +43,13 @@ def diff(
         typer.Option(
             "--format",
             "-f",
-            help=f"{choices(diff_formats())}. Default: by the suffix of FILE; without -o, text.",
+            help=f"{choices(diff_formats())}. Default: by the suffix of FILE; without --report, text.",
         ),
     ] = None,
-    output: Annotated[
+    report: Annotated[
         list[Path] | None,
         typer.Option(
-            "--output", "-o", metavar="FILE", help=f"Write to FILE: {choices(suffixes(of_diffs=True))}; repeatable."
+            "--report", "-o", metavar="FILE", help=f"Write to FILE: {choices(suffixes(of_diffs=True))}; repeatable."
         ),
     ] = None,
 ) -> None:
@@ -58,7 +58,7 @@ def diff(
     there are new gaps.
     """
     # What can be wrong with the options is checked before the files are read.
-    files = output_files(output, format)
+    files = output_files(report, format)
     if str(old) == str(new) == "-":
         raise UsageError("Only one of the two files can come from stdin.", "Save the other to a file.")
     chosen = None
@@ -66,7 +66,7 @@ def diff(
         chosen = _diff_format(FORMATS.get(format, diff_formats()))
     formats = [chosen or _diff_format(format_of(file)) for file in files]
     for file in files:
-        check_writable(file, "-o")
+        check_writable(file, "--report")
     data = read_saved(old, _SAVE), read_saved(new, _SAVE)
     difference: ScanDiff | CoverageDiff
     kinds = [kind_of(content) for content in data]

@@ -24,6 +24,14 @@ from lowprec_check.schema.registry import modules_in, modules_of_features
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EBADF, errno.EIO)
 """Errors of printing; those of files are usage errors when they get here."""
 
+_REPLACED = {
+    "--budget": "--search-seconds",
+    "--inputs-from": "--batches",
+    "--output": "--report",
+    "--save": "--save-plan",
+}
+"""Earlier names of options of ``plan``, ``fix`` and the commands that write files."""
+
 
 def main() -> None:
     """Entry point: exit 0, 1 (findings), 2 (the call or the user's file is wrong), 3 (the tool
@@ -81,6 +89,9 @@ def _report(error: BaseException) -> int:
         text = io.StringIO()
         error.show(text)
         print_status(text.getvalue())
+        replaced_by = _REPLACED.get(getattr(error, "option_name", ""))
+        if replaced_by is not None:
+            print_status(f"Use {replaced_by}.")
         return int(error.exit_code)
     # What is left is not the user's: it has exit code 3.
     if not isinstance(error, Exception):

@@ -36,6 +36,7 @@ Reports = Annotated[
     grouped(
         OUTPUT,
         "--report",
+        "-o",
         metavar="FILE",
         help=f"Write a report; the suffix sets its format: {choices(suffixes())}; repeatable.\n\n.xml is JUnit.",
     ),
@@ -51,13 +52,15 @@ def report(
     format: Annotated[
         str | None,
         typer.Option(
-            "--format", "-f", help=f"{choices(FORMATS.names())}. Default: by the suffix of FILE; without -o, text."
+            "--format",
+            "-f",
+            help=f"{choices(FORMATS.names())}. Default: by the suffix of FILE; else text.",
         ),
     ] = None,
-    output: Annotated[
+    report: Annotated[
         list[Path] | None,
         typer.Option(
-            "--output",
+            "--report",
             "-o",
             metavar="FILE",
             help=f"Write to FILE; the suffix sets the format: {choices(suffixes())} (.xml is JUnit); repeatable. "
@@ -74,8 +77,8 @@ def report(
     verbose: Verbose = False,
 ) -> None:
     """Write a saved scan as a page, Markdown, SARIF, JUnit or text. Needs no model and no torch."""
-    files = output_files(output, format)
-    check_reports(files, format, "-o")
+    files = output_files(report, format)
+    check_reports(files, format)
     if not files:
         FORMATS.get(format or "text").check_available()
     result = load_result(scan)
@@ -89,10 +92,10 @@ def report(
         raise typer.Exit(FINDINGS)
 
 
-def check_reports(files: list[Path], format: str | None = None, option: str = "--report") -> None:
+def check_reports(files: list[Path], format: str | None = None) -> None:
     """Raise :class:`UsageError` early if a report cannot be rendered or written."""
     for file in files:
-        check_writable(file, option)
+        check_writable(file, "--report")
         (FORMATS.get(format) if format else format_of(file)).check_available()
 
 

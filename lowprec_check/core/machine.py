@@ -59,9 +59,8 @@ def machine_for(device: str | None, torch_version: str | None, *, predict: bool)
     installed = str(torch.__version__)
     predicted: PredictedDevice | None = None
     if device is None:
-        if predict or torch_version is not None:
-            raise UsageError("No device is named to predict.", "Add --device xpu, cuda or cpu.")
-    elif predict or not devices.is_available(device_of(device).name):  # asked for, or the device is not here
+        return Machine(environment=environment())
+    if predict or not devices.is_available(device_of(device).name):  # asked for, or the device is not here
         predicted = predicted_device(device_of(device).name, torch_version or installed, installed)
     elif torch_version is not None and release_of(torch_version) != release_of(installed):
         raise UsageError(

@@ -87,8 +87,8 @@ def scan_file(
         for run in result.runs:
             sent = runs.get(run.key)
             runs[run.key] = run if sent is None else msgspec.structs.replace(run, op_calls=sent.op_calls)
-        whole = list(runs.values())
-        yield msgspec.structs.replace(result, runs=as_wanted(whole, options.keys(whole[0].device)))
+        whole = as_wanted(list(runs.values()), options.keys(result.runs[0].device if result.runs else ""))
+        yield msgspec.structs.replace(result, runs=whole, target_options=spec.options)
 
 
 def _growing_changes(
@@ -119,6 +119,7 @@ class Session(Generic[AnyOptions]):
 
     def grow(self, grow: Grow[Item], kind: type[Item]) -> Iterator[Item]:
         """Load the target and yield what ``grow`` finds, in another process if there are any."""
+        self.spec.check()
         check_isolation(self.isolation)
         best = best_isolation(can_spawn=True)
         if (self.isolation or best) == "none":
@@ -243,10 +244,13 @@ def _work(session: Session[Any], log: int, grow: Grow[Any], send_bytes: SendByte
 def _load(spec: TargetSpec, options: Any) -> TargetSource:
     """The source of the target; raises :class:`UsageError` for what the user can fix."""
     from lowprec_check.core.scan import check_options
+    from lowprec_check.core.trace.plain_modes import parse_withheld
     from lowprec_check.engine.model.target_source import load_here
 
     if isinstance(options, ScanOptions):
         check_options(options)
+    else:
+        parse_withheld(options.without_kernel)
     return load_here(spec, options.seed)
 
 

@@ -118,7 +118,7 @@ def _findings(result: ScanResult) -> Iterator[Block]:
     notes = [group for group in found if group.severity == "note"]
     if listed and all(run.status in ("ok", "skipped") for run in candidates(result.runs)):  # they are in the way then
         for group in listed[:SHOWN_FINDINGS]:
-            lead = " ".join([group.code, ", ".join(group.short_runs)]).strip()
+            lead = " ".join([group.code, ", ".join(group.runs)]).strip()
             yield Say(f"{group.said} ({group.where or 'model'})", role="item", lead=lead)
         yield Fold("Findings in full", [findings_table(listed)], detail="more")
     elif listed:
@@ -155,7 +155,7 @@ def findings_table(found: Sequence[FindingGroup], most: int = 0) -> Table:
         said = "; ".join([group.what, *(f"predicted from: {source}" for source in group.rests_on)])
         below = [Say(place.text, role="item", lead=", ".join(place.runs)) for place in group.places[:100]]
         module = next((place.module for place in group.places), None)
-        runs, name = ", ".join(group.short_runs), f"{group.code} {group.name}"
+        runs, name = ", ".join(group.runs), f"{group.code} {group.name}"
         cells = [group.severity, name, runs, group.op, group.where or "model", said]
         line = ""
         if group.known is not None and group.known.link not in reported:

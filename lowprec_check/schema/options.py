@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
-from lowprec_check.schema.axes import BACKENDS, DEVICES, MEMORY_FORMATS, catalogued, replaced
+from lowprec_check.schema.axes import BACKENDS, DEVICES, MEMORY_FORMATS, catalogued, device_of, replaced
 from lowprec_check.schema.findings import Prefer
 from lowprec_check.schema.measures import Errors, Reference, Scenario
 from lowprec_check.schema.precisions import PRECISIONS, bases_called, formats, low_names, plan_bases
@@ -119,8 +119,10 @@ class DeclaredOptions:
             if declared.takes_several:
                 words = words_in if declared.registry is None else declared.registry.names_in
                 value = default if value is None else tuple(words(value))
-            elif name != "device":  # which the engine checks: torch knows what is here
+            elif name != "device":
                 _check_value(name, kind, value, declared)
+            elif value is not None:
+                device_of(str(value))  # whether it is here is for torch to know
             object.__setattr__(self, name, value)
 
     @property
@@ -346,6 +348,8 @@ class ScanOptions(DeclaredOptions):
         # An option that would be ignored is refused: its user expects something of it.
         if self.steps is not None and not self.train:
             raise UsageError("steps is the number of training steps of a scan of training.", "Add --train.")
+        if self.device is None and (self.predict or self.torch_version is not None):
+            raise UsageError("No device is named to predict.", "Add --device xpu, cuda or cpu.")
         if not self.train:
             return
         for name in ("scenario", "what_if", "predict"):
@@ -431,7 +435,7 @@ class FixOptions(DeclaredOptions):
         "Seconds for the search after the scan.",
         unset="as many as the scan took, but at least 60",
         group=THOROUGH,
-        flags=("--budget",),
+        flags=("--search-seconds",),
         metavar="SECONDS",
         above=0.0,
     )
@@ -479,12 +483,16 @@ class PlanOptions(DeclaredOptions):
         1,
         "Batches that must pass: inputs(0), inputs(1), …",
         group=THOROUGH,
-        flags=("--inputs-from",),
         metavar="N",
         least=1,
     )
     seconds: float = option(
-        600.0, "Seconds for the whole search.", group=THOROUGH, flags=("--budget",), metavar="SECONDS", above=0.0
+        600.0,
+        "Seconds for the whole search.",
+        group=THOROUGH,
+        flags=("--search-seconds",),
+        metavar="SECONDS",
+        above=0.0,
     )
     seed: int = _seed()
     without_kernel: Words = _without_kernel()

@@ -18,7 +18,7 @@ SCHEMA = 1
 STOPPED_WITHOUT_PLAN = "nothing passed before the search stopped"
 """How the outcome of an attempt starts if its search ended early."""
 
-_SEARCH_AGAIN = "Search again: lowprec-check plan TARGET --save FILE"
+_SEARCH_AGAIN = "Search again: lowprec-check plan TARGET --save-plan FILE"
 
 
 class Blame(Struct, frozen=True, kw_only=True):
@@ -148,7 +148,7 @@ class Plan(Struct, frozen=True, kw_only=True):
             problem = f"{path} is not a plan: {error}."
             if isinstance(error, OSError):
                 problem = f"Cannot read {path}: {error.strerror}."
-            raise UsageError(problem, "Save a plan with: lowprec-check plan TARGET --save FILE") from None
+            raise UsageError(problem, "Save a plan with: lowprec-check plan TARGET --save-plan FILE") from None
         bases = [base.name for base in plan_bases()]
         for field, value, names in (("base", plan.base, bases), ("backend", plan.backend, BACKENDS.names())):
             if value not in names:

@@ -120,8 +120,6 @@ class Precision:
     kind: Kind
     format: FloatFormat
     """The format of the narrowest values."""
-    short: str = ""
-    """For tables, ``ac-bf16``; by default the name."""
     aliases: tuple[str, ...] = ()
     """Other names that users may write, in lower case."""
     method: str | None = None
@@ -137,8 +135,6 @@ class Precision:
 
     def __post_init__(self) -> None:
         """Fill in the defaults; raise ``ValueError`` unless just ``custom`` has an application."""
-        if not self.short:
-            object.__setattr__(self, "short", self.name)
         if self.tolerance < 0:
             object.__setattr__(self, "tolerance", self.format.tolerance)
         if (self.kind == "custom") != (self.application is not None and self.snippet is not None):
@@ -168,10 +164,10 @@ PRECISIONS: Registry[Precision] = Registry(
     Precision,
     (
         Precision(name="fp32", kind="reference", format=FP32, aliases=_of_dtype(FP32)),
-        Precision(name="bfloat16", kind="cast", format=BF16, short="bf16", aliases=_of_dtype(BF16), method="bfloat16"),
-        Precision(name="autocast-bf16", kind="autocast", format=BF16, short="ac-bf16", aliases=_of_autocast(BF16)),
+        Precision(name="bfloat16", kind="cast", format=BF16, aliases=_of_dtype(BF16), method="bfloat16"),
+        Precision(name="autocast-bf16", kind="autocast", format=BF16, aliases=_of_autocast(BF16)),
         Precision(name="half", kind="cast", format=FP16, aliases=_of_dtype(FP16), method="half"),
-        Precision(name="autocast-fp16", kind="autocast", format=FP16, short="ac-fp16", aliases=_of_autocast(FP16)),
+        Precision(name="autocast-fp16", kind="autocast", format=FP16, aliases=_of_autocast(FP16)),
     ),
     _problem,
 )

@@ -372,6 +372,10 @@ class ScanResult(Struct, frozen=True, kw_only=True):
     """The text of the lines that op calls and gaps name, ``model.py:41``, if found."""
     complete: bool = True
     """Whether the scan reached its end; if not, runs, times or the search may be missing."""
+    target_options: list[str] | None = None
+    """What a command said of the target: its ``--inputs`` and ``--weights``, and ``--`` with the
+    arguments of a script; ``None`` if no command made the scan.
+    """
     digest: str | None = None
     """SHA-256 of source files and fp32's output, with streamed weights: what resuming needs."""
 

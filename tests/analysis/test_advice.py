@@ -365,7 +365,7 @@ def slow(precision: str, **more: Any) -> Run:
     return a_run(precision, op_calls=to_columns(calls), **more)
 
 
-KEEP = "try the modules with this op in fp32: lowprec-check plan"
+KEEP = "try the modules with this op in fp32: lowprec-check plan t"
 
 
 @pytest.mark.parametrize(
@@ -421,7 +421,7 @@ def test_a_way_out_names_a_search_only_where_there_was_none() -> None:
     for plan, complete, more in ((False, True, True), (None, True, False), (True, True, False), (True, False, True)):
         result = msgspec.structs.replace(failing, options={"plan": plan}, complete=complete)
         [said] = [its.text for its in statements(result) if its.kind == "way-out"]
-        search = "; lowprec-check plan searches for the fewest modules" if more else ""
+        search = "; lowprec-check plan t searches for the fewest modules" if more else ""
         assert said == f"passes with fc in fp32, error 1.0e-03{search}"
 
 
@@ -493,7 +493,7 @@ def test_autocast_that_changes_nothing_is_no_advice() -> None:
 
 def test_a_wrong_output_is_answered_with_the_recommendation() -> None:
     wrong = a_run("half", "inaccurate", tolerance=1e-2, output_error=stats(0.5))
-    search = "find the modules to keep in fp32: lowprec-check plan"
+    search = "find the modules to keep in fp32: lowprec-check plan t"
     assert helps(a_result(wrong), "LP301") == [search]
     runs = [wrong, a_run("autocast-fp16", output_error=stats(1e-3), tolerance=1e-2)]
     assert helps(advised(a_result(*runs)), "LP301") == [f"use autocast-fp16, or {search} -p half --base cast"]
@@ -894,9 +894,9 @@ class OfLargeInputs(nn.Module):
         (
             OfLargeInputs(),
             torch.randn(64, 8) + 3000.0,
-            "find the inputs and modules to keep in fp32: lowprec-check plan",
+            "find the inputs and modules to keep in fp32: lowprec-check plan TARGET",
         ),
-        (nn.Sequential(LargeSum()), torch.randn(4, 8), "find the modules to keep in fp32: lowprec-check plan"),
+        (nn.Sequential(LargeSum()), torch.randn(4, 8), "find the modules to keep in fp32: lowprec-check plan TARGET"),
     ],
     ids=["own code", "input", "module"],
 )

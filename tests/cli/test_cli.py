@@ -183,7 +183,7 @@ def inputs(batch=0):
 
 def test_plan_saves_a_plan_for_apply(write: Write, tmp_path: Path, call: Call) -> None:
     path, saved = write(DROWNING), tmp_path / "plan.json"
-    done = call("plan", str(path), "--dtype", "bf16", "--base", "cast", "--inputs-from", "2", "--save", str(saved))
+    done = call("plan", str(path), "--dtype", "bf16", "--base", "cast", "--batches", "2", "--save-plan", str(saved))
     assert done.returncode == 0, done.stderr
     assert "with 1 of 3 modules in fp32" in done.stdout
     assert "without it the model fails" in " ".join(done.stdout.split())
@@ -225,8 +225,8 @@ def test_scan_can_search_and_save_a_plan(write: Write, tmp_path: Path, call: Cal
     ("arguments", "message"),
     [
         (("--metric",), "defines no metric"),
-        (("--inputs-from", "2"), "only one batch"),
-        (("--save", "no/such/folder/plan.json"), "Cannot write"),
+        (("--batches", "2"), "only one batch"),
+        (("--save-plan", "no/such/folder/plan.json"), "Cannot write"),
     ],
 )
 def test_plan_reports_usage_errors(write: Write, arguments: tuple[str, ...], message: str, call: Call) -> None:

@@ -206,7 +206,7 @@ def test_a_lost_process_loses_no_finished_run(start: Callable[..., subprocess.Po
 def test_a_signal_to_a_search_shows_the_bases_that_are_finished(
     start: Callable[..., subprocess.Popen[str]],
 ) -> None:
-    process = start("plan", "model.py", "--base", "cast", "--budget", "30")
+    process = start("plan", "model.py", "--base", "cast", "--search-seconds", "30")
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130

@@ -291,7 +291,7 @@ def test_any_text_can_be_written(value: str) -> None:
 
 def test_notes_are_one_line_unless_they_are_asked_for(scan: Path, call: Call) -> None:
     folded, listed = call("report", scan).stdout, call("report", scan, "-v").stdout
-    line = "LP304 decision-flip (bf16, half, ac-fp16)"
+    line = "LP304 decision-flip (bfloat16, half, autocast-fp16)"
     assert " ".join(words(folded)).count(line) == 1
     assert "-v lists the notes" in folded
     assert "13 findings: 6 errors, 2 warnings, 5 notes" in folded

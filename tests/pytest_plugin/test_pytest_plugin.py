@@ -287,7 +287,7 @@ def test_no_gaps_of_a_module_and_of_a_function(project: pytest.Pytester) -> None
     assert re.search(r"LP101 .*linalg_inv_ex .*test_\w+.py:12", text)
     assert re.search(r"LP102 .*torch.quantile .*test_\w+.py:13", text)
     text = one(project, "lowprec.assert_no_gaps(torch.fft.rfft, x, dtype=torch.bfloat16)")
-    assert re.search(r"LP102 unsupported-dtype  bf16  torch.fft.rfft  the model itself, test_\w+.py:19", text)
+    assert re.search(r"LP102 unsupported-dtype  bfloat16  torch.fft.rfft  the model itself, test_\w+.py:19", text)
     one(project, "lowprec.assert_no_gaps(torch.mm, x, x.T)", passed=1)
 
 

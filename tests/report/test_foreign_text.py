@@ -298,7 +298,7 @@ def test_it_is_printed_on_any_stream(scanned: Path, encoding: str) -> None:
 @pytest.mark.slow
 def test_a_plan_names_it(write: Callable[..., Path], call: Call) -> None:
     path = write(edited(DTYPES="()"), NAME)
-    done = call("plan", path, "--json", "--budget", "1")
+    done = call("plan", path, "--json", "--search-seconds", "1")
     assert done.returncode in (0, 1), done.stderr
     assert json.loads(done.stdout)["target"].endswith(SHOWN)
 

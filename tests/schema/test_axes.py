@@ -30,7 +30,7 @@ def snippet(device, keep_fp32):
 
 
 ROUNDED = Precision(
-    name="rounded", kind="custom", format=FP12, short="rnd", aliases=("toy-rounded",),
+    name="rounded", kind="custom", format=FP12, aliases=("toy-rounded",),
     application="toy_torch:Rounded", snippet=snippet,
 )
 STRICT = Precision(name="strict-half", kind="cast", format=FP12, method="half", tolerance=1e-9)
@@ -376,7 +376,7 @@ def test_a_baseline_accepts_findings_per_backend(folder: Path, scanned: Path) ->
 @pytest.mark.slow
 def test_a_plan_starts_from_it_and_is_applied(folder: Path) -> None:
     done = call(
-        folder, "plan", "mymodel.py", "--base", "custom", "--tolerance", "0.002", "--save", "plan.json", "--json"
+        folder, "plan", "mymodel.py", "--base", "custom", "--tolerance", "0.002", "--save-plan", "plan.json", "--json"
     )
     planning = json.loads(done.stdout)
     assert [attempt["base"] for attempt in planning["attempts"]] == ["rounded"]

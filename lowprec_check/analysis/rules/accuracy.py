@@ -9,6 +9,7 @@ from typing import Literal
 
 from lowprec_check.analysis.choices import error_with_same_choices, other_ops
 from lowprec_check.analysis.error_shares import is_over_tolerance, is_vague
+from lowprec_check.analysis.next_steps import command
 from lowprec_check.analysis.rules.gaps import from_gaps
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule, runs_with_ops, wide_dtype
 from lowprec_check.analysis.rules.relevance import (
@@ -148,8 +149,9 @@ def _instead(run: Run, result: ScanResult) -> str:
     is_over = searched is not None and not searched.stopped_without_plan
     if is_over and best is None and result.evidence == "measured":
         if run.status != "inaccurate":
-            return find_a_patch(run)
-        return "if the model tolerates the error, define metric(model) and judge by it: lowprec-check plan --metric"
+            return find_a_patch(run, result)
+        by_metric = command(result, "plan --metric")
+        return f"if the model tolerates the error, define metric(model) and judge by it: {by_metric}"
     search = search_advice(run, result, best, run.failed_batch)
     return search if best is None else f"use {best.label}, or {search}"
 

@@ -23,6 +23,7 @@ from lowprec_check.analysis.error_shares import (
     share_sentence,
     trusted_budget,
 )
+from lowprec_check.analysis.next_steps import command
 from lowprec_check.analysis.rules.registry import Finding, line_of, runs_with_ops
 from lowprec_check.analysis.run_summary import candidates, fails_elsewhere, passes_all
 from lowprec_check.analysis.suspects import suspects
@@ -375,7 +376,7 @@ def passing_elsewhere(run: Run, result: ScanResult) -> Sentence | None:
 
 def faster(run: Run, result: ScanResult, slow_in: Collection[FloatFormat]) -> str:
     """Advice for an op that is slow in ``run`` and in the formats ``slow_in``."""
-    keep = "try the modules with this op in fp32: lowprec-check plan"
+    keep = f"try the modules with this op in fp32: {command(result, 'plan')}"
     # A dtype that the device accelerates, in which this op is not known to be slow or to fail.
     accelerated = {dtype: result.environment.get(f"{dtype.short}_accelerated") for dtype in LOW_FORMATS}
     if run.format is not None and accelerated.get(run.format):
@@ -418,9 +419,9 @@ def _wider(run: Run) -> list[FloatFormat]:
     return [wider for wider in LOW_FORMATS if wider.max_exponent > run.format.max_exponent]
 
 
-def find_a_patch(run: Run) -> str:
+def find_a_patch(run: Run, result: ScanResult) -> str:
     """Advice for what no module and no input in fp32 repairs."""
-    return f"find a patch of the model's own code: lowprec-check fix TARGET -p {run.precision}"
+    return f"find a patch of the model's own code: {command(result, f'fix -p {run.precision}')}"
 
 
 def search_advice(run: Run, result: ScanResult, passing: Recommendation | None, batch: int | None) -> str:
@@ -436,7 +437,7 @@ def search_advice(run: Run, result: ScanResult, passing: Recommendation | None, 
         by_input, by_root = (error * math.sqrt(max(0.0, share)) > limit for share in (of_input, of_root))
     harmful = [row.op for row in run.op_calls.rows() if row.spoils_output]
     harmful += [trial.op for trial in harmful_trials(run)]
-    keep, command, batches = keep_inputs(run), "plan", "inputs-from"
+    keep, search = keep_inputs(run), "plan"
     is_out_of_range = any(op.startswith(CAST_INPUT) for op in harmful)
     if keep is not None and is_out_of_range:
         return in_range(run).text
@@ -445,12 +446,13 @@ def search_advice(run: Run, result: ScanResult, passing: Recommendation | None, 
     if is_out_of_range:
         return "see LP201 and LP202: the cast of an input is out of range"
     if result.evidence == "predicted":
-        command, batches = "scan --plan", "batches"  # plan needs the device
+        search = "scan --plan"  # plan needs the device
     elif suspected.root or by_root or (by_input and not run.input_trials):
-        return find_a_patch(run)
+        return find_a_patch(run, result)
     elif passing is not None:  # which would end a search over all bases
         base = "autocast" if run.is_autocast else "cast"
-        command = f"plan -p {run.precision} --base {base}"
+        search = f"plan -p {run.precision} --base {base}"
     what = "inputs and modules" if by_input else "modules"
-    search = f"find the {what} to keep in fp32: lowprec-check {command}"
-    return f"{search} --{batches} {batch + 1}" if batch else search
+    if batch:
+        search += f" --batches {batch + 1}"
+    return f"find the {what} to keep in fp32: {command(result, search)}"

@@ -7,7 +7,6 @@ import copy
 import inspect
 import itertools
 import json
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from lowprec_check.engine.model.input_shapes import input_shapes
 from lowprec_check.engine.model.user_code import call_user_code, parameters_of, required_arguments
 from lowprec_check.errors import UsageError, first_line, message_of
 from lowprec_check.torchkit.pytree import leaves, map_tensors, tensors_by_code
@@ -389,39 +389,30 @@ def _as_tensor(value: Any) -> Any:
 
 # -- Random inputs of given shapes
 
-_SHAPE = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>scalar|\d+(?:x\d+)*)(?::(?P<dtype>\w+))?")
-
 
 def parse_inputs(specs: tuple[str, ...], *, seed: int = 0) -> Any:
     """Seeded random inputs for specs like ``1x3x224x224``, ``1x128:int64``, ``mask=1x128:bool``."""
     generator = torch.Generator().manual_seed(seed)
     args: list[Tensor] = []
     kwargs: dict[str, Tensor] = {}
-    for spec in (part for text in specs for part in text.split(",")):
-        match = _SHAPE.fullmatch(spec.strip())
-        dtype = match and getattr(torch, match["dtype"] or "float32", None)
-        if match is None or not isinstance(dtype, torch.dtype):
-            raise UsageError(f"Cannot parse --inputs {spec!r}.", "Examples: 1x3x224x224, 1x128:int64, mask=1x128:bool.")
-        shape = []
-        if match["shape"] != "scalar":
-            shape = [int(size) for size in match["shape"].split("x")]
+    for spec, name, sizes, dtype_name in input_shapes(specs):
         try:
+            dtype: torch.dtype = getattr(torch, dtype_name)
             if dtype == torch.bool:
-                tensor = torch.ones(shape, dtype=dtype)
+                tensor = torch.ones(sizes, dtype=dtype)
             elif dtype.is_floating_point or dtype.is_complex:
                 wide = torch.complex64 if dtype.is_complex else torch.float32
-                tensor = torch.randn(shape, generator=generator, dtype=wide).to(dtype)
+                tensor = torch.randn(sizes, generator=generator, dtype=wide).to(dtype)
             else:
-                tensor = torch.randint(0, 10, shape, generator=generator).to(dtype)
-        except (RuntimeError, TypeError, OverflowError) as error:  # too large, or a dtype without such values
+                tensor = torch.randint(0, 10, sizes, generator=generator).to(dtype)
+        except (AttributeError, RuntimeError, TypeError, OverflowError) as error:
+            # Too large, a dtype without such values, or one that only other releases of torch have
             hint = "Give a smaller shape, or another dtype."
             raise UsageError(f"Cannot make the input --inputs {spec}: {first_line(message_of(error))}", hint) from None
-        if match["name"]:
-            kwargs[match["name"]] = tensor
+        if name:
+            kwargs[name] = tensor
         else:
             args.append(tensor)
-    if args and kwargs:
-        raise UsageError("--inputs mixes tensors with and without a name.", "Name all of them or none.")
     return kwargs or (args[0] if len(args) == 1 else tuple(args))
 
 

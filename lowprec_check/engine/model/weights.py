@@ -111,11 +111,6 @@ def _safetensors_code(path: str) -> list[str]:
 
 def _read(path: str) -> tuple[dict[str, Any], list[str]]:
     """What the file holds, and the code that reads it."""
-    if not Path(path).is_file():
-        problem = f"No such file: {path}"
-        if Path(path).is_dir():
-            problem = f"{path} is a folder"
-        raise UsageError(f"{problem}.", "Give --weights the path of a saved state dict.")
     advice = "Only weights are loaded. Save them with torch.save(model.state_dict(), FILE), or as .safetensors."
     try:
         if path.endswith(".safetensors"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lowprec_check.analysis.error_shares import error_beside, is_disproved
+from lowprec_check.analysis.next_steps import command
 from lowprec_check.analysis.run_summary import degenerate_output, searched_plan
 from lowprec_check.analysis.statements.kinds import Made, Said, per_run
 from lowprec_check.schema.module_paths import patterns
@@ -41,7 +42,7 @@ def way_out(run: Run, result: ScanResult) -> Made:
         return None
     words = "passes with {kept:modules} in fp32, error {after:error}"
     if not searched_plan(result):
-        command = "plan" if result.prediction is None else "scan --plan"  # plan needs the device
-        words += f"; lowprec-check {command} searches for the fewest modules"
+        words += "; {command:text} searches for the fewest modules"
     kept = patterns(ablation.keep_fp32, run.called_modules)
-    return Said(say(words, kept=kept, after=ablation.rel_l2), "warn")
+    search = "plan" if result.prediction is None else "scan --plan"  # plan needs the device
+    return Said(say(words, kept=kept, after=ablation.rel_l2, command=command(result, search)), "warn")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -89,6 +90,9 @@ def fix(
     check_reports(report or [])
     if check and apply:
         raise UsageError("--check writes nothing.", "Leave out --apply or --check.")
+    file = target.rpartition(":")[0] or target
+    if apply and file.endswith(".py"):
+        check_file(file)  # which of the others change is known after the search
     if options.train:
         # Options about the scan of a model are refused, not ignored: a script has none.
         of_models: dict[str, object] = {"--from": scanned, "--json": json, "--report": report}
@@ -200,7 +204,12 @@ def _print(result: ScanResult | None, fixing: Fixing, format: str | None) -> Non
     elif format in ("diff", "suggestion"):
         print_document(fixing.diff if format == "diff" else suggestions(fixing))
     else:
-        print_text(fix_document(fixing, result.model.name if result is not None else fixing.target))
+        # The same command, and so with all that it was given.
+        words, apply = sys.argv[1:], ""
+        if "--apply" not in words:
+            at = words.index("--") if "--" in words else len(words)
+            apply = shlex.join(["lowprec-check", *words[:at], "--apply", *words[at:]])
+        print_text(fix_document(fixing, result.model.name if result is not None else fixing.target, apply))
 
 
 def _write(texts: Mapping[SourceText, str]) -> None:

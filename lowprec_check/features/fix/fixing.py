@@ -324,7 +324,7 @@ class _Search:
     def _out_of_time(self) -> bool:
         limit = self.options.seconds or max(LEAST_SECONDS, self.scan_seconds)
         if system.monotonic() - self.started > limit:
-            self.stopped = f"after {limit:.0f} s (--budget)"
+            self.stopped = f"after {limit:.0f} s (--search-seconds)"
         return self.stopped is not None
 
     # -- files

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from lowprec_check.analysis.next_steps import command
+from lowprec_check.features.fix.fix_sites import culprits, fails
 from lowprec_check.report.blocks import Block, CodeBlock, Column, Document, Heading, Row, Say, Table
 from lowprec_check.report.feature_parts import Section
 from lowprec_check.report.foreign_text import visible_text
@@ -35,10 +37,15 @@ _BY_INPUT = [
 ]
 
 
-def fix_document(fixing: Fixing, name: str) -> Document:
-    """What ``lowprec-check fix`` prints of a model or script of this ``name``."""
+def fix_document(fixing: Fixing, name: str, apply: str = "") -> Document:
+    """What ``lowprec-check fix`` prints of a model or script of this ``name``; ``apply`` is the
+    command that writes the patch.
+    """
     title = f"lowprec-check fix · {visible_text(name)} · {fixing.device}"
-    return Document(title, [Say(title, role="title"), *fix_blocks(fixing)], fixing.tool)
+    blocks = [Say(title, role="title"), *fix_blocks(fixing)]
+    if fixing.changes and apply:
+        blocks.append(Say(f"Write the patch: {visible_text(apply)}", role="prompt"))
+    return Document(title, blocks, fixing.tool)
 
 
 def _section(result: ScanResult, said: Sequence[Statement]) -> Iterator[Block]:
@@ -48,6 +55,20 @@ def _section(result: ScanResult, said: Sequence[Statement]) -> Iterator[Block]:
 
 
 PATCH = Section("causes", _section)
+
+
+def _search(result: ScanResult, said: Sequence[Statement]) -> Iterator[Block]:
+    """How to search for a patch, if runs fail at lines of the user's own file."""
+    is_tried = result.fixing is not None or result.evidence == "predicted" or not result.is_forward
+    if is_tried or ".py" not in result.target or any(each.kind == "patch" for each in said):
+        return
+    failing = [run for run in result.runs if fails(run)]
+    own = any(culprit.row.source and culprit.row.caller is None for run in failing for culprit in culprits(run))
+    if own:
+        yield Say(f"Search for a patch: {command(result, 'fix')}", role="prompt")
+
+
+SEARCH = Section("findings", _search)
 
 
 def fix_blocks(fixing: Fixing) -> Iterator[Block]:

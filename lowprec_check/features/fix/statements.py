@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lowprec_check.analysis.next_steps import command
 from lowprec_check.analysis.run_summary import searched_plan
 from lowprec_check.analysis.statements.kinds import Made, per_scan
 from lowprec_check.features.fix.fix_sites import culprits, fails
@@ -30,5 +31,6 @@ def patch(result: ScanResult) -> Iterator[Made]:
     if result.plan is not None:
         outcome, figures["kept"] = "the plan keeps {kept:count module} in fp32", len(result.plan.keep_fp32)
         more, shows = " --plan", ", and shows the size of both"
-    search = f"lowprec-check fix TARGET{more} searches for one{shows}"
+    figures["command"] = command(result, f"fix{more}")
+    search = f"{{command:text}} searches for one{shows}"
     yield say(f"{outcome}; a patch of your code at {where} was not tried: {search}", **figures)

@@ -32,7 +32,7 @@ def input_dependent(result: ScanResult) -> Iterator[Finding]:
 
     What to do: use a precision that passes on all inputs that it was tried on. If none does, find
     the modules to keep in fp32 with inputs on which the run fails: `lowprec-check plan
-    --inputs-from 8`. Resampled values may be unlike yours, so let `inputs` return real ones:
+    --batches 8`. Resampled values may be unlike yours, so let `inputs` return real ones:
 
         # before
         inputs = torch.randn(8, 16)

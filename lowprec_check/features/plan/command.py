@@ -45,8 +45,8 @@ def plan(
     weights: Weights = None,
     stream: Stream = False,
     options: PlanOptions,
-    save: Annotated[
-        Path | None, grouped(OUTPUT, "--save", metavar="FILE", help="Save the plan, for lowprec_check.apply.")
+    save_plan: Annotated[
+        Path | None, grouped(OUTPUT, "--save-plan", metavar="FILE", help="Save the plan, for lowprec_check.apply.")
     ] = None,
     json: Annotated[bool, grouped(OUTPUT, "--json", help="Print the plan and all attempts as JSON.")] = False,
     isolation: Isolation = None,
@@ -55,7 +55,7 @@ def plan(
     """Find the modules that must stay in fp32. Verifies that the model passes with all others in 16
     bits.
     """
-    check_writable(save, "--save")
+    check_writable(save_plan, "--save-plan")
     with stdout_kept(), progress(quiet) as display:
         from lowprec_check.engine.model.target_spec import TargetSpec
         from lowprec_check.features.plan.plan_file import plan_file
@@ -71,13 +71,13 @@ def plan(
             print_text(plan_document(planning))
         sys.stdout.flush()
     finally:  # standard output may be full or closed, or Ctrl+C be pressed in a pager
-        if save is not None:
+        if save_plan is not None:
             with interrupts_ignored_after(ended_by):
                 if planning.plan is None:
                     print_status("no plan was found; nothing saved")
                 else:
-                    planning.plan.save(save)
-                    print_status(f"plan saved to {save}")
+                    planning.plan.save(save_plan)
+                    print_status(f"plan saved to {save_plan}")
     if ended_by is not None:
         raise ended_by
     raise typer.Exit(FINDINGS if planning.plan is None else 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 
 from lowprec_check.analysis.speed import ALIKE, ratio_text
@@ -59,9 +60,9 @@ def plan_document(planning: Planning) -> Document:
         proof = chained(*_proof(plan), *_course(plan)).text
         blocks += [verdict, Say(f"{proof[:1].upper()}{proof[1:]}."), *kept_modules(plan), CodeBlock(plan.code)]
     elif any(attempt.stopped_without_plan for attempt in planning.attempts):
-        blocks.append(Say("No plan was found in time. A higher --budget may find one.", "bad", "verdict"))
+        blocks.append(Say("No plan was found in time. More --search-seconds may find one.", "bad", "verdict"))
     else:
-        search = "search for a patch of your code: lowprec-check fix TARGET"
+        search = f"search for a patch of your code: {shlex.join(['lowprec-check', 'fix', planning.target])}"
         blocks.append(Say(f"No plan passes. Stay in fp32, or {search}.", "bad", "verdict"))
     return Document(title, blocks, plan.tool if plan else "")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lowprec_check.analysis.error_shares import best_input_trial
+from lowprec_check.analysis.next_steps import command
 from lowprec_check.analysis.recommend import recommended_run
 from lowprec_check.analysis.run_summary import degenerate_output, failed_search, is_plan_of, passes_all
 from lowprec_check.analysis.statements.kinds import Made, per_run
@@ -46,8 +47,8 @@ def _no_plan(run: Run, result: ScanResult) -> Made:
         return None
     words = "{outcome:text} ({trials:count trial})"
     if search.stopped_without_plan and result.prediction is None:
-        words += "; lowprec-check plan searches longer"
-    return say(words, outcome=search.outcome, trials=search.trials)
+        words += "; {command:text} searches longer"
+    return say(words, outcome=search.outcome, trials=search.trials, command=command(result, "plan"))
 
 
 @per_run("kept", "advice", after="setup", basis=90)

@@ -68,7 +68,9 @@ def scan_of(call: Call, file: Path) -> ScanResult:
 
 
 def fixed(call: Call, file: Path, *options: str) -> Fixing:
-    done = call("fix", file, "-q", "-f", "json", "--budget", "300", *(options or ("-p", "half")), folder=file.parent)
+    done = call(
+        "fix", file, "-q", "-f", "json", "--search-seconds", "300", *(options or ("-p", "half")), folder=file.parent
+    )
     assert done.returncode in (0, 1), done.stderr
     return msgspec.json.decode(done.stdout, type=Fixing)
 
@@ -480,8 +482,8 @@ def test_a_plan_is_compared_with_the_patch(call: Call, tmp_path: Path) -> None:
 def test_a_scan_without_a_plan_points_to_the_fix(call: Call, tmp_path: Path) -> None:
     file = write(tmp_path, MASK)
     done = call("scan", file, "-q", "-p", "half", "--times", "off", folder=tmp_path)
-    offered = "no plan was found; a patch of your code at net.py:13 was not tried: lowprec-check fix target"
-    assert offered in " ".join(done.stdout.split()).lower()
+    offered = f"no plan was found; a patch of your code at net.py:13 was not tried: lowprec-check fix {file}"
+    assert offered.lower() in " ".join(done.stdout.split()).lower()
     done = call("scan", file, "-q", "-p", "half", "--times", "off", "--no-plan", folder=tmp_path)
     assert "plan was" not in done.stdout  # none was searched
 

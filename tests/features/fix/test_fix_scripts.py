@@ -427,7 +427,7 @@ def test_options_and_targets_of_models_are_refused(call: Call, tmp_path: Path) -
         done = call("fix", target, "-q", "--train", folder=tmp_path)
         assert done.returncode == 2
         assert "is not a training script" in done.stderr
-    given = ["-p", "half", "--plan", "--budget", "30", "--further-inputs", "0"]
+    given = ["-p", "half", "--plan", "--search-seconds", "30", "--further-inputs", "0"]
     given += ["--without-kernel", "aten.dot:half", "--device", "cpu", "--weights", "w.pt", "--inputs", "1x2"]
     done = call("fix", "train.py", "-q", "--train", *given, folder=tmp_path)
     assert done.returncode == 2

@@ -439,7 +439,7 @@ def test_a_run_that_fails_on_a_further_input_is_not_recommended() -> None:
     assert "fails on 3 of 16 further inputs (drawn anew)" in found[0].message
     assert found[0].help is not None
     assert "use autocast-fp16" in found[0].help
-    assert found[0].help.endswith("lowprec-check plan -p half --base cast --inputs-from 2")
+    assert found[0].help.endswith("lowprec-check plan net.py -p half --base cast --batches 2")
     quantized = msgspec.structs.replace(tried("bfloat16", 1e-3, failed=3), backend="int8")
     [of_int8] = [d.help for d in a_scan(quantized).diagnostics if d.code == "LP307"]
     assert of_int8 == "calibrate on data like that of use"

@@ -588,14 +588,14 @@ def test_a_scan_shows_what_its_search_found() -> None:
     result = scan_here(model, inputs(), precisions=["bfloat16"], further_inputs=0)
     assert [(its.base, its.kept) for its in result.attempts] == [("bfloat16", None)]
     said = [its.text for its in result.statements if its.kind == "no-plan"]
-    longer = "; lowprec-check plan searches longer"
+    longer = "; lowprec-check plan TARGET searches longer"
     assert said == [f"{result.attempts[0].outcome} ({result.attempts[0].trials} trials){longer}"]
     assert "after 3 modules failed in low precision" in said[0]
     whole = scan_here(model, inputs(), precisions=["bfloat16"], further_inputs=0, plan=True)
     said = [its.text for its in whole.statements if its.kind == "no-plan"]
     assert said == [f"{whole.attempts[0].outcome} ({whole.attempts[0].trials} trials)"]
     helps = [its.help for its in whole.diagnostics if its.code == "LP301"]
-    metric = "define metric(model) and judge by it: lowprec-check plan --metric"
+    metric = "define metric(model) and judge by it: lowprec-check plan TARGET --metric"
     assert helps == [f"if the model tolerates the error, {metric}"]
     searched = msgspec.structs.replace(result, attempts=[])
     assert not [its for its in statements(searched) if its.kind == "no-plan"]

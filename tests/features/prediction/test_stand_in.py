@@ -592,7 +592,7 @@ def test_a_device_that_is_here_is_measured_unless_a_prediction_is_asked_for() ->
     assert found is not None
     assert (found.name, found.torch) == ("cpu", "2.6")
     with pytest.raises(UsageError, match="No device is named"):
-        machine_for(None, None, predict=True)
+        ScanOptions(predict=True)
     with pytest.raises(UsageError, match="not a version"):
         machine_for("xpu", "newest", predict=True)
     for release in ("1.0", "99.0"):
