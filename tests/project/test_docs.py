@@ -55,6 +55,12 @@ def test_links_are_valid(document: Path, link: str) -> None:
     assert not anchor or anchor in anchors_of(target)
 
 
+def test_pictures_are_small() -> None:
+    pictures = list((ROOT / "docs" / "images").iterdir())
+    assert pictures
+    assert not [path.name for path in pictures if path.stat().st_size > 200_000]
+
+
 WALK = re.compile(r"^\| \d+ \| `([\w/]+)` \|", re.MULTILINE)
 
 

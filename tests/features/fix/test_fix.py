@@ -326,6 +326,17 @@ def test_what_fails_in_an_example_is_fixed_or_explained(call: Call, name: str) -
 
 
 @pytest.mark.slow
+def test_the_readme_shows_the_patch_of_its_example(call: Call) -> None:
+    shown = (ROOT / "README.md").read_text(encoding="utf-8").partition("```diff\n")[2].partition("```")[0]
+    done = call("fix", "examples/speaker_embedding.py", "-q", folder=ROOT)
+    changed = [
+        line[4:] for line in done.stdout.splitlines() if line[4:5] in ("+", "-") and line[5:8] not in ("++ ", "-- ")
+    ]
+    assert changed == shown.splitlines()
+    assert "bfloat16, half, autocast-fp16 pass." in done.stdout
+
+
+@pytest.mark.slow
 def test_spectral_norm_without_a_kernel_is_computed_in_fp32(call: Call, tmp_path: Path) -> None:
     """Without ``dot`` for half, as in intel/intel-extension-for-pytorch#673."""
     head = HEAD.replace("nn.Linear(8, 8)", "nn.utils.spectral_norm(nn.Linear(8, 8))")
