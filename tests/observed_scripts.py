@@ -597,25 +597,10 @@ BY_HAND = {
     "            p -= 0.1 * p.grad\n    model.zero_grad()\n",
 }
 """Updates that SGD makes too, by how they are written."""
-REFUSED["an optimizer that needs a closure"] = (
-    "optimizer = torch.optim.LBFGS(model.parameters())\nfor x, y in batches():\n    def closure():\n"
-    "        optimizer.zero_grad()\n        loss = F.cross_entropy(model(x), y)\n        loss.backward()\n"
-    "        return loss\n    optimizer.step(closure)\n",
-    "LBFGS.step() needs a closure",
-)
 REFUSED["a loss that torch cannot see"] = (
     "@torch.jit.script\ndef f(a):\n    return (a.logsumexp(1) - a[:, 0]).mean()\nfor x, y in batches():\n"
     "    loss = f(model(x))\n    optimizer.zero_grad()\n    loss.backward()\n    optimizer.step()\n",
     "the loss was computed in a way that no function of torch shows",
-)
-REFUSED["an optimizer of an optimizer"] = (
-    "class Lookahead(torch.optim.Optimizer):\n    def __init__(self, base):\n"
-    "        super().__init__(base.param_groups, {})\n        self.base = base\n"
-    "    def step(self):\n        self.base.step()\n        for p in self.param_groups[0]['params']:\n"
-    "            p.data.mul_(0.9)\n"
-    "outer = Lookahead(optimizer)\nfor x, y in batches():\n    F.cross_entropy(model(x), y).backward()\n"
-    "    outer.step()\n    outer.zero_grad()\n",
-    "Lookahead.step() makes the step of SGD",
 )
 GAN_HEAD = """
 generator = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 8))
@@ -778,3 +763,219 @@ NOTED = {
     "    loss = (model(x) - model(x + 1)).square().mean()\n" + STEP,
 }
 """By what is said of it, scripts that a scan trains otherwise in some way."""
+
+SAM = """
+class SAM(torch.optim.Optimizer):
+    def __init__(self, parameters, base, rho=0.05, **settings):
+        super().__init__(parameters, dict(rho=rho, **settings))
+        self.base = base(self.param_groups, **settings)
+        self.param_groups = self.base.param_groups
+        self.defaults.update(self.base.defaults)
+    @torch.no_grad()
+    def first_step(self, zero_grad=False):
+        own = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in own]).norm()
+        for p in own:
+            self.state[p]["old_p"] = p.data.clone()
+            p.add_(p.grad * self.param_groups[0]["rho"] / (norm + 1e-12))
+        if zero_grad:
+            self.zero_grad()
+    @torch.no_grad()
+    def second_step(self, zero_grad=False):
+        for p in [p for group in self.param_groups for p in group["params"] if p.grad is not None]:
+            p.data = self.state[p]["old_p"]
+        self.base.step()
+        if zero_grad:
+            self.zero_grad()
+    @torch.no_grad()
+    def step(self, closure=None):
+        closure = torch.enable_grad()(closure)
+        self.first_step(zero_grad=True)
+        closure()
+        self.second_step()
+"""
+LOOKAHEAD = """
+from collections import defaultdict
+class Lookahead(torch.optim.Optimizer):
+    def __init__(self, optimizer, k=2, alpha=0.5):
+        self.optimizer, self.k, self.alpha = optimizer, k, alpha
+        self.param_groups, self.state, self.defaults = optimizer.param_groups, defaultdict(dict), {}
+        for group in self.param_groups:
+            group["counter"] = 0
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+    def step(self, closure=None):
+        loss = self.optimizer.step(closure)
+        for group in self.param_groups:
+            if group["counter"] == 0:
+                for fast in group["params"]:
+                    state = self.state[fast]
+                    if "slow" not in state:
+                        state["slow"] = fast.data.clone()
+                    state["slow"] += (fast.data - state["slow"]) * self.alpha
+                    fast.data.copy_(state["slow"])
+            group["counter"] = (group["counter"] + 1) % self.k
+        return loss
+"""
+WHOLE = {
+    "both calls of a sharpness-aware optimizer": SAM
+    + """
+model = net()
+optimizer = SAM(model.parameters(), torch.optim.SGD, rho=0.1, lr=0.1, momentum=0.9)
+for x, y in batches():
+    F.cross_entropy(model(x), y).backward()
+    optimizer.first_step(zero_grad=True)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.second_step(zero_grad=True)
+""",
+    "a zero-initialized head": SAM
+    + """
+model = net()
+nn.init.zeros_(model[3].weight)
+nn.init.zeros_(model[3].bias)
+optimizer = SAM(model.parameters(), torch.optim.AdamW, rho=2.0, lr=0.01)
+for x, y in batches():
+    for half in (optimizer.first_step, optimizer.second_step):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        half()
+        optimizer.zero_grad()
+""",
+    "a sharpness-aware optimizer with a closure": SAM
+    + """
+model = net()
+optimizer = SAM(model.parameters(), torch.optim.SGD, rho=0.1, lr=0.1)
+for x, y in batches():
+    def closure():
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+    closure()
+    optimizer.step(closure)
+    optimizer.zero_grad()
+""",
+    "an object that climbs and descends": """
+class Asam:
+    def __init__(self, optimizer, model, rho):
+        self.optimizer, self.model, self.rho, self.state = optimizer, model, rho, {}
+    @torch.no_grad()
+    def ascent_step(self):
+        for name, p in self.model.named_parameters():
+            self.state[p] = self.rho * p.grad / (p.grad.norm() + 1e-16)
+            p.add_(self.state[p])
+        self.optimizer.zero_grad()
+    @torch.no_grad()
+    def descent_step(self):
+        for name, p in self.model.named_parameters():
+            p.sub_(self.state[p])
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+minimizer = Asam(optimizer, model, 0.1)
+for x, y in batches():
+    F.cross_entropy(model(x), y).backward()
+    minimizer.ascent_step()
+    F.cross_entropy(model(x), y).backward()
+    minimizer.descent_step()
+    scheduler.step()
+""",
+    "an extrapolation": """
+class Extra(torch.optim.SGD):
+    @torch.no_grad()
+    def extrapolate(self):
+        self.before = [p.clone() for p in self.param_groups[0]["params"]]
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=0.1)
+    def step(self, closure=None):
+        for p, before in zip(self.param_groups[0]["params"], self.before):
+            p.data = before
+        return super().step(closure)
+model = net()
+optimizer = Extra(model.parameters(), lr=0.1)
+for x, y in batches():
+    for update in (optimizer.extrapolate, optimizer.step):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        update()
+""",
+    "an optimizer that looks ahead": LOOKAHEAD
+    + """
+model = net()
+optimizer = Lookahead(torch.optim.Adam(model.parameters(), lr=0.01))
+for x, y in batches():
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+""",
+    "one that looks ahead after more steps than are observed": LOOKAHEAD.replace(
+        "class Lookahead(torch.optim.Optimizer)", "class Ahead(torch.optim.Optimizer)"
+    ).replace("== 0:", "== 2:")
+    + """
+model = net()
+optimizer = Ahead(torch.optim.SGD(model.parameters(), lr=0.1), k=3)
+for x, y in batches():
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+""",
+    "a wrapper that changes the weights after the step": """
+class Ema:
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+    def step(self):
+        self.optimizer.step()
+        with torch.no_grad():
+            for group in self.optimizer.param_groups:
+                for p in group["params"]:
+                    p.mul_(0.9)
+model = net()
+optimizer = Ema(torch.optim.SGD(model.parameters(), lr=0.1))
+for x, y in batches():
+    model.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+""",
+    "an optimizer of an optimizer": """
+class Outer(torch.optim.Optimizer):
+    def __init__(self, base):
+        super().__init__(base.param_groups, {})
+        self.base = base
+    def step(self):
+        self.base.step()
+        for p in self.param_groups[0]['params']:
+            p.data.mul_(0.9)
+model = net()
+outer = Outer(torch.optim.SGD(model.parameters(), lr=0.1))
+for x, y in batches():
+    F.cross_entropy(model(x), y).backward()
+    outer.step()
+    outer.zero_grad()
+""",
+    "an optimizer that needs a closure": """
+model = net()
+optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+for x, y in batches():
+    def closure():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+    optimizer.step(closure)
+""",
+    "a line search": """
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+optimizer = torch.optim.LBFGS(model.parameters(), history_size=4, max_iter=3, line_search_fn="strong_wolfe")
+for x, y in batches():
+    def closure():
+        optimizer.zero_grad()
+        out = model(x)
+        loss = F.cross_entropy(out, y) + 0.01 * sum(p.square().sum() for p in model.parameters())
+        loss.backward()
+        return loss
+    print(optimizer.step(closure).item())
+""",
+}
+"""Scripts whose optimizers make more than a step after a backward pass."""

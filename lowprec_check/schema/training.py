@@ -31,6 +31,10 @@ class TrainingPhase(Struct, frozen=True, kw_only=True):
     """Numbers of the optimizers whose gradients are cleared, counted from 0."""
     steps: list[int] = []
     """Numbers of the optimizers that make their step."""
+    calls: list[str] = []
+    """The call that makes each step, as code, if that is more than ``.step()`` of an optimizer."""
+    is_inside: bool = False
+    """Whether the step computes the loss itself, by a closure."""
 
 
 class WeightCast(Struct, frozen=True, kw_only=True):

@@ -43,6 +43,8 @@ class Phase(NamedTuple):
     losses: tuple[Tensor, ...]  # empty once the program is released
     nodes: int  # how many were recorded before its last `backward()`
     steps: tuple[int, ...]  # numbers of the optimizers that make a step
+    is_inside: bool = False
+    """Whether it is computed in the step itself, by a closure that the optimizer calls."""
 
 
 @dataclasses.dataclass
@@ -181,7 +183,7 @@ class Program:
     @property
     def single(self) -> Node | None:
         """The only call of a model, if the loss follows from its output and it reads inputs."""
-        if len(self.calls) != 1 or len(self.losses) > 1 or len(self.plan[0].steps) > 1:
+        if len(self.calls) != 1 or len(self.losses) > 1 or len(self.plan[0].steps) > 1 or self.plan[0].is_inside:
             return None
         (call,) = self.calls
         if call.method:
@@ -229,11 +231,12 @@ class Program:
         # Programs of equal form can share the code of a step, and differ in their inputs only
         self.loss_keys = [[self._key(loss) for loss in phase.losses] for phase in self.plan]
         self._later = []
-        for phase in range(len(self.plan)):
-            later = {key for step in self._steps if step.phase > phase for key in step.reads}
+        for number, phase in enumerate(self.plan):
+            # A closure may be called again
+            later = {key for step in self._steps if step.phase > number - phase.is_inside for key in step.reads}
             # A loss may be computed long before its backward pass
-            self._later.append(later.union(*self.loss_keys[phase + 1 :]))
-        plan = [(phase.clears, len(phase.losses), phase.steps) for phase in self.plan]
+            self._later.append(later.union(*self.loss_keys[number + 1 :]))
+        plan = [(phase.clears, len(phase.losses), phase.steps, phase.is_inside) for phase in self.plan]
         order = {id(tensor): number for number, tensor in enumerate(self._keys.values())}
         forms = []
         for step in self._steps:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import itertools
 import os
@@ -35,6 +36,7 @@ from lowprec_check.engine.model.optimizer_like import Clip, settings_of, takes_c
 from lowprec_check.engine.model.snapshot import saved_tensor
 from lowprec_check.engine.model.weight_casts import WeightCasts
 from lowprec_check.engine.model.weight_changes import Sgd, WeightChanges
+from lowprec_check.engine.model.whole_optimizer import OuterCall, OuterCalls, Template, optimizers_in
 from lowprec_check.errors import message_of
 from lowprec_check.process import system
 from lowprec_check.torchkit.devices import MemoryLimit, free_memory, generator_restorers
@@ -99,6 +101,16 @@ class StepObserver(ThreadObserver):
         """After how many backward passes gradients were cleared, and of which parameters, by id."""
         self._clips: dict[int, list[Clip]] = {}  # by the number of backward passes before them
         self._stepping: list[Optimizer] = []  # whose step() runs, the innermost last
+        self._closure = _Closure(0, 0)  # of the outermost
+        self._outer_calls = OuterCalls()
+        self._outer: OuterCall | None = None
+        """A method that may be what makes the step, until it has returned."""
+        self._outer_start = 0
+        """After how many backward passes gradients were cleared before it."""
+        self._outer_step: OptimizerStep | None = None
+        """The step that an optimizer made in it."""
+        self._no_template: dict[Optimizer, UnrepeatableError] = {}
+        """Why an optimizer cannot be taken whole."""
         self._events = 0
         """How many backward passes and steps there were."""
         self._in_autocast = False  # whether a step was made in the autocast block that is open
@@ -147,6 +159,7 @@ class StepObserver(ThreadObserver):
             yield
         if not self._is_over:
             self._leave = lambda: None  # it has ended itself
+            self._settle()
             self._look_at_weights()
             self._end()
         self._is_over = True
@@ -155,6 +168,7 @@ class StepObserver(ThreadObserver):
         """The result of the user's call of a model, ``call(module, *args, **kwargs)``."""
         if self._recorder.is_paused or torch._C._get_tracing_state() is not None:
             return call(module, *args, **kwargs)
+        self._settle()
         self._limit_step()
         if self.has_enough:
             with self._recorder.paused():
@@ -188,6 +202,7 @@ class StepObserver(ThreadObserver):
         # The script is observed without the autocast that a method enters
         if next(module.parameters(), None) is None or "autocast" in method.__code__.co_names:
             return method(module, *args, **kwargs)
+        self._settle()
         self._limit_step()
         self._begin_call(module)
         node, restorers = Node.of(module, args, kwargs), list(generator_restorers())
@@ -213,10 +228,12 @@ class StepObserver(ThreadObserver):
     def _begin_call(self, module: nn.Module) -> None:
         """Note what a call of a module starts from."""
         self.found.calls += 1
-        self._look_at_weights(is_used=True)
+        if not self._stepping:
+            self._look_at_weights(is_used=True)
         # The first steps are made again from the state before them
         record = self._record
         if record is not None:
+            self._outer_calls.calls_model()
             self._save((*module.parameters(), *module.buffers()))
 
     @property
@@ -321,14 +338,61 @@ class StepObserver(ThreadObserver):
         for settings in found.schedule.get(made, []):
             settings[0]["momentum"] = update.momentum
         self._before_step(made, (), {})
-        self._stepping.remove(made)
+        self._stepping.clear()
         with self._recorder.paused():
             weights.keep_all(trained.values())
-        self._add_step(made, gradients)
+        step = self._step_of(made)
+        if step is not None:
+            self._add_step(step._replace(gradients=gradients))
 
     def _weight_changes(self, tensor: Tensor, line: str | None) -> None:
-        if self._weights.owner(tensor):
-            self._weights.line = line
+        if not self._weights.owner(tensor):
+            return
+        self._weights.line = line
+        if self._outer is None and self._backwards and not self._stepping:
+            self._begin_outer(self._outer_calls.find(self._trains_used, is_change=True))
+
+    # -- Methods of the script that are more than a step of an optimizer
+
+    def _trains_used(self, optimizer: Any) -> bool:
+        """Whether it trains weights that got gradients."""
+        return any(parameter.grad is not None for parameter in _trained_by(optimizer).values())
+
+    def _begin_outer(self, outer: OuterCall | None) -> None:
+        self._outer = outer
+        if outer is not None:
+            self._outer_start = self._start_of(outer.inner)
+            self._keep_template(outer.owner, outer.inner)
+
+    def _keep_template(self, owner: Any, inner: Optimizer) -> None:
+        """Keep what the first step starts from."""
+        if not self.found.steps and inner not in self.found.templates:
+            try:
+                with self._recorder.paused():
+                    self.found.templates[inner] = Template.of(owner, inner)
+            except UnrepeatableError as problem:
+                self._no_template[inner] = problem
+
+    def _settle(self) -> None:
+        """Note what a method of the script's has done to the weights, once it has returned."""
+        outer, step = self._outer, self._outer_step
+        if outer is None or outer.is_running:
+            return
+        self._outer = self._outer_step = None
+        trained = _trained_by(outer.inner)
+        with self._recorder.paused():
+            is_changed = bool(self._weights.changed().keys() & trained.keys())
+        if not (outer.is_needed or is_changed):  # it only makes the step of the optimizer inside
+            outer = None
+        if step is None and outer is not None:  # a first pass of several
+            step = self._step_of(outer.inner, self._outer_start)
+            if step is not None:
+                step = step._replace(is_last=False)
+                del self._recorder.nodes[self._backwards[-1].nodes :]  # what it computed
+        if step is not None and outer is not None:  # which may have cleared gradients
+            step = step._replace(call=outer.call, gradients=self._gradients_of(outer.inner))
+        if step is not None:
+            self._add_step(step)
 
     def _save(self, tensors: Iterable[Tensor]) -> None:
         record = self._record
@@ -361,7 +425,11 @@ class StepObserver(ThreadObserver):
         return original(optimizer, *args, **kwargs)
 
     def _zero_grad(self, original: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> Any:
-        self._look_at_weights()
+        if self._recorder.is_paused:
+            return original(owner, *args, **kwargs)
+        self._settle()
+        if self._outer is None and not self._stepping:
+            self._look_at_weights()
         parameters = owner.parameters() if isinstance(owner, nn.Module) else _trained_by(owner).values()
         cleared = frozenset(map(id, parameters))
         self._amp.clears(cleared)
@@ -373,6 +441,7 @@ class StepObserver(ThreadObserver):
         return original(owner, *args, **kwargs)
 
     def _clip(self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        self._settle()
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         self._amp.clips(listed, sys._getframe(2))
         clip = Clip(original, [id(parameter) for parameter in listed], args, kwargs)
@@ -385,6 +454,8 @@ class StepObserver(ThreadObserver):
     def _backward(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if self._recorder.is_paused:  # inside a model, or another backward pass
             return original(tensors, *args, **kwargs)
+        self._settle()
+        self._outer_calls.backward()
         self._events += 1
         frame = sys._getframe(2)
         losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
@@ -414,21 +485,25 @@ class StepObserver(ThreadObserver):
             if tensor.grad is not None and bool(tensor.grad.any()):
                 record.left[key] = tensor.grad.detach().clone()
 
-    def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Observe a call of ``step()``, and give it a closure that is observed."""
         if self._is_elsewhere:
-            return
+            return None
+        self._settle()
         self._recorder.on = False
         self._events += 1
-        if optimizer in self._stepping:  # its last step raised
+        if not any(map(_runs, self._stepping)):  # the last step raised
             self._stepping.clear()
         self._stepping.append(optimizer)
+        if len(self._stepping) > 1:  # of another's step, or a method of a base class
+            return None
         self._amp.steps(optimizer, sys._getframe(1))
         if self.has_enough:
             self._leave()
-        if takes_closure(optimizer):
-            why = "needs a closure, and a scan calls step() without one: it needs another optimizer"
-            self.give_up(f"{type(optimizer).__name__}.step() {why}")
-            self._leave()
+        if self._outer is None and self._backwards and (self._record is not None or self.found.templates):
+            self._begin_outer(self._outer_calls.find(self._trains_used, step_of=optimizer))
+        self._closure = _Closure(len(self._backwards), self._start_of(optimizer))
+        given = self._observed_closure(optimizer, args, kwargs)
         if self._backwards:  # else a step without gradients, before the first loss
             self._save(_trained_by(optimizer).values())
         if optimizer not in self.found.states:
@@ -436,27 +511,97 @@ class StepObserver(ThreadObserver):
             if optimizer.state:
                 state = copy.deepcopy(optimizer.state_dict()["state"])
             self.found.states[optimizer] = state
+        return given
+
+    def _observed_closure(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """The arguments of a step with a closure that is observed; ``None`` if it has none."""
+        has_others = len(optimizers_in(optimizer)) > 1
+        if has_others:
+            self._keep_template(optimizer, optimizer)
+        listed = [*args, *kwargs.values()]
+        closures = [value for value in listed[1:] if callable(value)]
+        if len(closures) != 1:
+            return None
+        closure, state = closures[0], self._closure
+        if takes_closure(optimizer) or not type(optimizer).__module__.startswith("torch."):
+            self._keep_template(optimizer, optimizer)
+
+        def evaluated(*own_args: Any, **own_kwargs: Any) -> Any:
+            if self._is_elsewhere or self._closure is not state:
+                return closure(*own_args, **own_kwargs)
+            state.calls += 1
+            if state.calls == 1:
+                with self._recorder.paused():
+                    state.has_moved = bool(self._weights.changed().keys() & _trained_by(optimizer).keys())
+                return closure(*own_args, **own_kwargs)
+            with self._recorder.paused():
+                return closure(*own_args, **own_kwargs)
+
+        def replaced_in(value: Any) -> Any:
+            return evaluated if value is closure else value
+
+        return tuple(map(replaced_in, args)), {name: replaced_in(value) for name, value in kwargs.items()}
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if self._is_elsewhere:
+        if self._is_elsewhere or not self._stepping:
             return
-        self._stepping.remove(optimizer)
-        if self._stepping and self._backwards:
-            outer, inner = type(self._stepping[-1]).__name__, type(optimizer).__name__
-            self.give_up(f"{outer}.step() makes the step of {inner}, and a scan makes optimizers without others inside")
-            self._leave()
-        trained, gradients = _trained_by(optimizer), dict[int, Tensor]()
-        if self._record is not None:
-            gradients = {k: p.grad.clone() for k, p in trained.items() if p.grad is not None}
-            self._weights.keep_all(trained.values())
-        self._add_step(optimizer, gradients)
+        self._stepping.pop()
+        if self._stepping:
+            return
+        self._recorder.on = False
+        closure, start = self._closure, None
+        is_inside = takes_closure(optimizer) or closure.calls > 1 or closure.has_moved
+        if is_inside:
+            start = closure.start
+        elif self._outer is not None:
+            start = self._outer_start
+        step = self._step_of(optimizer, start)
+        if step is None:
+            self._outer = None
+            return
+        if self._record is not None or self.found.templates:
+            with self._recorder.paused():
+                self._weights.keep_all(_trained_by(optimizer).values())
+        if is_inside:
+            if step.end - closure.backwards != 1:
+                count, name = step.end - closure.backwards, type(optimizer).__name__
+                self.give_up(f"the closure of {name}.step() calls backward() {count} times")
+            clears = any(count == closure.backwards for count, _ in self._cleared) or not closure.backwards
+            step = step._replace(inside=closure.backwards, clears_inside=clears)
+        if self._outer is not None:
+            self._outer_step = step
+        else:
+            self._add_step(step)
 
-    def _add_step(self, optimizer: Optimizer, gradients: dict[int, Tensor]) -> None:
+    def _start_of(self, optimizer: Optimizer) -> int:
+        """After how many backward passes its gradients were cleared."""
+        trained = _trained_by(optimizer).keys()
+        return max((count for count, cleared in self._cleared if trained <= cleared), default=0)
+
+    def _step_of(self, optimizer: Optimizer, start: int | None = None) -> OptimizerStep | None:
+        """A step that it has made; ``None`` without gradients, as one made to please a scheduler.
+
+        ``start``: after how many backward passes its gradients were cleared, before the step.
+        """
         trained, end = _trained_by(optimizer), len(self._backwards)
-        start = max((count for count, cleared in self._cleared if trained.keys() <= cleared), default=0)
+        if start is None:
+            start = self._start_of(optimizer)
         if start == end:
-            return  # without gradients, as a step is made to please a scheduler
-        settings, before = settings_of(optimizer), self.found.schedule.setdefault(optimizer, [])
+            return None
+        clips = [clip for clip in self._clips.get(end, []) if any(key in trained for key in clip.parameters)]
+        return OptimizerStep(optimizer, start, end, clips, self._gradients_of(optimizer), {}, settings_of(optimizer))
+
+    def _gradients_of(self, optimizer: Optimizer) -> dict[int, Tensor]:
+        """Copies, if the step is made again later."""
+        if self._record is None:
+            return {}
+        with self._recorder.paused():
+            return {key: p.grad.clone() for key, p in _trained_by(optimizer).items() if p.grad is not None}
+
+    def _add_step(self, step: OptimizerStep) -> None:
+        optimizer = step.optimizer
+        trained = _trained_by(optimizer)
+        settings, before = step.settings, self.found.schedule.setdefault(optimizer, [])
         if before and len(before[0]) != len(settings):
             self.found.unlike = "the script adds parameters to its optimizer before the next one"
             self._forget_step()
@@ -470,12 +615,14 @@ class StepObserver(ThreadObserver):
         if self._in_autocast and casts:
             self.found.facts[ONE_AUTOCAST] = None
         self._in_autocast = in_block
-        clips = [clip for clip in self._clips.get(end, []) if any(key in trained for key in clip.parameters)]
-        weights = dict[int, Tensor]()
-        if self._record is not None:
-            weights = {key: parameter.detach().clone() for key, parameter in trained.items()}
-        self._made_steps.append(OptimizerStep(optimizer, start, end, clips, gradients, weights))
-        before.append(settings)
+        with self._recorder.paused():
+            if self._record is not None:
+                step = step._replace(weights={key: p.detach().clone() for key, p in trained.items()})
+            if step.call is not None:
+                self._weights.keep_all(trained.values())
+        self._made_steps.append(step)
+        if step.is_last:
+            before.append(settings)
         # Other optimizers may make their steps from the same losses
         if self.found.problem is None and not self._is_complete():
             self._recorder.on = True
@@ -490,9 +637,9 @@ class StepObserver(ThreadObserver):
 
     def _is_complete(self) -> bool:
         """Whether each optimizer has made a step; in the first, all that train other weights."""
-        made, found = {step.optimizer for step in self._made_steps}, self.found
-        if found.steps:
-            return made >= set(found.optimizers)
+        made, found = {step.optimizer for step in self._made_steps if step.is_last}, self.found
+        if found.steps or not made:
+            return bool(made) and made >= set(found.optimizers)
         trained = {key for optimizer in made for key in _trained_by(optimizer)}
         others = [_trained_by(other) for other, _ in found.made if other not in made and hasattr(other, "param_groups")]
         # One that trains other weights is waited for, unless many steps are made before its first
@@ -504,9 +651,13 @@ class StepObserver(ThreadObserver):
     def _end(self) -> None:
         """Add the step that was made."""
         made, found = self._made_steps, self.found
+        while made and not made[-1].is_last:
+            made.pop()
         if found.problem is None and made and (not found.steps or self._is_complete()):
             optimizers = list(dict.fromkeys(step.optimizer for step in made))
-            found.optimizers = found.optimizers or optimizers
+            if not found.steps:
+                found.optimizers = optimizers
+                self._keep_templates_of(made)
             further = [optimizer for optimizer in optimizers if optimizer not in found.optimizers]
             if further:
                 line = dict(found.made).get(further[0])
@@ -517,7 +668,11 @@ class StepObserver(ThreadObserver):
             # The steps of one optimizer that waited in vain for others are steps of their own
             parts = [made]
             if len(optimizers) == 1 and not found.steps:
-                parts = [[step] for step in made]
+                parts = [[]]
+                for step in made:
+                    parts[-1].append(step)
+                    if step.is_last and step is not made[-1]:
+                        parts.append([])
             with self._recorder.paused():
                 self._open_methods()
                 try:
@@ -529,6 +684,15 @@ class StepObserver(ThreadObserver):
                     else:
                         self.give_up(message_of(problem))
         self._forget_step()
+
+    def _keep_templates_of(self, made: Sequence[OptimizerStep]) -> None:
+        """Keep the templates of what is more than the step of an optimizer."""
+        whole = [step.optimizer for step in made if step.call is not None or step.inside is not None]
+        whole += [step.optimizer for step in made if len(optimizers_in(step.optimizer)) > 1]
+        problem = next((self._no_template[one] for one in whole if one in self._no_template), None)
+        if problem is not None:
+            self.give_up(message_of(problem))
+        self.found.templates = {one: template for one, template in self.found.templates.items() if one in whole}
 
     def _open_methods(self) -> None:
         """Replace calls of methods, of which more is used than they return, by what they called."""
@@ -573,7 +737,7 @@ class StepObserver(ThreadObserver):
             dtypes = [str(dtype).removeprefix("torch.") for dtype in self._amp.dtypes]
             found.facts |= dict.fromkeys(found.facts_of(program, dtypes, self._amp.scale))
         found.steps.append(step)
-        if len(found.steps) >= CHECKED and self.found.by_hand is None:
+        if len(found.steps) >= CHECKED and found.by_hand is None and not found.templates:
             self._weights.forget()
 
 
@@ -589,18 +753,26 @@ def plan_of(
         waiting = [(number, step) for number, step in waiting if step.end > index]
         if done:
             plan[-1] = plan[-1]._replace(steps=(*plan[-1].steps, *done))
-        clears = tuple(dict.fromkeys(number for number, step in waiting if step.start == index))
+        inside = any(step.inside == index for _, step in waiting)
+        clears = tuple(
+            dict.fromkeys(
+                number
+                for number, step in waiting
+                if step.start == index or (step.inside == index and step.clears_inside)
+            )
+        )
         if backward is None or not any(step.start <= index for _, step in waiting):
             continue
         # Only the backward passes of one graph are made as one
-        if not plan or clears or plan[-1].steps or not backwards[index - 1].keeps_graph:
-            plan.append(Phase(clears, (), 0, ()))
+        if not plan or clears or inside or plan[-1].steps or not backwards[index - 1].keeps_graph:
+            plan.append(Phase(clears, (), 0, (), inside))
         plan[-1] = plan[-1]._replace(losses=(*plan[-1].losses, backward.loss), nodes=backward.nodes)
     # Before the first backward pass, those are cleared that make a step before they are cleared
     cleared, stepped = set[int](), set(plan[0].steps)
     for phase in plan[1:]:
         cleared |= set(phase.clears)
-        stepped |= set(phase.steps) - set(phase.clears)
+        # One that computes a loss itself has used the gradients before
+        stepped |= set(phase.steps) - (set() if phase.is_inside else set(phase.clears))
     first = tuple(number for number in range(len(optimizers)) if number in stepped or number not in cleared)
     return [plan[0]._replace(clears=first), *plan[1:]]
 
@@ -608,6 +780,25 @@ def plan_of(
 def _trained_by(optimizer: Optimizer) -> dict[int, nn.Parameter]:
     """Its parameters, by id."""
     return {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+
+
+@dataclasses.dataclass
+class _Closure:
+    """The closure that a step is called with, if any."""
+
+    backwards: int
+    """How many backward passes there were before the step."""
+    start: int
+    """After how many gradients were cleared before it."""
+    calls: int = 0
+    has_moved: bool = False
+    """Whether the step changed weights before it called the closure."""
+
+
+def _runs(optimizer: Optimizer) -> bool:
+    """Whether its ``step()`` is running: torch wraps that in a function."""
+    frames = (frame for frame, _ in traceback.walk_stack(None) if frame.f_code.co_name == "wrapper")
+    return any(frame.f_locals.get("self") is optimizer for frame in frames)
 
 
 def framework_of(frame: FrameType) -> str:

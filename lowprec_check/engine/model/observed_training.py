@@ -19,6 +19,13 @@ from lowprec_check.engine.model.optimizer_like import Clip, OptimizerLike, Optim
 from lowprec_check.engine.model.snapshot import restore_tensor
 from lowprec_check.engine.model.weight_casts import widen, widened
 from lowprec_check.engine.model.weight_changes import Sgd
+from lowprec_check.engine.model.whole_optimizer import (
+    CLOSURE,
+    OptimizerCall,
+    Template,
+    WholeOptimizerLike,
+    check_arguments,
+)
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.amp_use import AmpUse, all_told
 from lowprec_check.schema.training import WeightCast
@@ -58,6 +65,10 @@ class ScriptStep(nn.Module):
         program, rest = _program_of(self.programs, inputs)
         phase, self._phase = self._phase, (self._phase + 1) % len(program.plan)
         return sum_of(program.run(self, rest, phase=phase))
+
+    def repeat(self, phase: int) -> None:
+        """Let the next call be that of a ``phase``."""
+        self._phase = phase
 
 
 def _program_of(programs: Sequence[Program], inputs: Sequence[Any]) -> tuple[Program, Sequence[Any]]:
@@ -169,6 +180,14 @@ class OptimizerStep(NamedTuple):
     clips: list[Clip]
     gradients: dict[int, Tensor]  # by the id of the parameter, as the optimizer got them
     weights: dict[int, Tensor]  # after it
+    settings: Settings
+    call: OptimizerCall | None = None
+    """What the script called, if that is more than ``step()``."""
+    is_last: bool = True
+    """Whether the update is complete: a sharpness-aware one makes two calls."""
+    inside: int | None = None
+    """The number of the backward pass that its closure made, and whether that clears gradients."""
+    clears_inside: bool = False
 
 
 class ObservedStep(NamedTuple):
@@ -256,6 +275,8 @@ class ObservedSteps:
     made: list[tuple[Optimizer, str | None]] = dataclasses.field(default_factory=list)
     """All optimizers, and the lines that make them."""
     by_hand: Optimizer | None = None  # what makes the updates that the script makes itself
+    templates: dict[Optimizer, Template] = dataclasses.field(default_factory=dict)
+    """Of what is taken whole, by the optimizer that makes the update."""
     calls: int = 0  # of models
     passes: int = 0  # calls of backward()
     problem: str | None = None  # why no step can be made as the script makes it
@@ -290,6 +311,10 @@ class ObservedSteps:
             listed = [f"{type(optimizer).__name__} (made at {lines.get(optimizer)})" for optimizer in self.optimizers]
             shown = "the loss shown is the sum of theirs"
             yield f"a step is that of {len(listed)} optimizers: {', '.join(listed)}; {shown}"
+        for optimizer, template in self.templates.items():
+            calls = " and ".join(call.code for call in self._calls_of(optimizer))
+            summed = "; the loss shown is the sum of all passes" if len(program.plan) > 1 else ""
+            yield f"a step is what {type(template.owner).__name__} makes of it, called again: {calls}{summed}"
         if len(program.calls) > 1:
             names = ", ".join(dict.fromkeys(type(node.call).__name__ for node in program.calls))
             yield f"the loss follows from {len(program.calls)} calls ({names}): the scanned module makes all of them"
@@ -364,16 +389,30 @@ class ObservedSteps:
             for parameter in root.parameters():  # of other optimizers
                 parameter.requires_grad_(id(parameter) in trained)
         position = {id(p): index for index, p in enumerate([p for p in root.parameters() if p.requires_grad])}
-        parts, positions = [], []
+        parts, positions = list[OptimizerLike](), []
         for optimizer in self.optimizers:
             own = {id(p): p for group in optimizer.param_groups for p in group["params"] if id(p) in position}
-            clips = next(step.clips for step in self.records[0].made if step.optimizer is optimizer)
-            model = root
+            clips = [step.clips for step in self.records[0].made if step.optimizer is optimizer]
+            model, schedule = root, self.schedule[optimizer]
             if len(self.optimizers) != 1:
                 model = nn.ParameterList(own.values())
-            parts.append(OptimizerLike(optimizer, model, clips, self.states[optimizer], self.schedule[optimizer]))
+            if optimizer in self.templates:
+                template, calls = self.templates[optimizer], self._calls_of(optimizer)
+                parts.append(WholeOptimizerLike(optimizer, model, clips, schedule, template, calls))
+            else:
+                parts.append(OptimizerLike(optimizer, model, clips[0], self.states[optimizer], schedule))
             positions.append([position[key] for key in own])
         return parts[0] if len(parts) == 1 else OptimizersLike(parts, positions)
+
+    def _calls_of(self, optimizer: Optimizer) -> list[OptimizerCall]:
+        """The calls that make a step of one that is taken whole."""
+        calls = []
+        for step in self.records[0].made:
+            if step.optimizer is optimizer:
+                call = step.call or OptimizerCall("step", {} if step.inside is None else {"closure": CLOSURE})
+                check_arguments(self.templates[optimizer].owner, call)
+                calls.append(call)
+        return calls
 
     def _sgd_code(self) -> str:
         """What makes an optimizer for updates by hand, as code; empty without any."""
@@ -439,7 +478,7 @@ def _check_step(
     step: ObservedStep,
     record: StepRecord,
     own: Sequence[Sequence[nn.Parameter]],
-    optimizers: Sequence[Optimizer],
+    optimizers: Sequence[Any],
     line: str | None,
 ) -> None:
     """Make a step again, whose loss is at ``line``, with ``optimizers`` of their ``own`` weights.
@@ -455,20 +494,32 @@ def _check_step(
 
     values, steps = iter([backward.value for backward in record.backwards]), iter(record.made)
     for number, phase in enumerate(program.plan):
-        for parameter in itertools.chain(*(own[index] for index in phase.clears)):
-            parameter.grad = None
-            if not number and id(parameter) in record.left:
-                parameter.grad = record.left[id(parameter)].clone()
-        losses = program.run(root, map_tensors(inputs, copy_of), again=again, phase=number)
-        for computed, value in zip(losses, values, strict=False):
-            # Accelerators may add in another order
-            rounding = 0.0 if computed.device.type == "cpu" else 1e-4
-            if number:  # it follows from a step that was made again
-                rounding = max(rounding, program.gradient_rounding)
-            if not torch.allclose(computed, value, rtol=rounding, atol=0, equal_nan=True):
-                what = f"the loss at {line} is {computed.item():g}, not {value.item():g}"
-                raise UnrepeatableError(f"computed again from the same batch, {what}")
-        sum_of(losses).backward()
+        # What the script's closure gave first is compared
+        expected = [next(values) for _ in phase.losses]
+
+        def passes(phase: Phase = phase, number: int = number, expected: list[Tensor] = expected) -> Tensor:
+            for parameter in itertools.chain(*(own[index] for index in phase.clears)):
+                parameter.grad = None
+                if not number and id(parameter) in record.left:
+                    parameter.grad = record.left[id(parameter)].clone()
+            losses = program.run(root, map_tensors(inputs, copy_of), again=again, phase=number)
+            while expected:
+                computed, value = losses[-len(expected)], expected.pop(0)
+                # Accelerators may add in another order
+                rounding = 0.0 if computed.device.type == "cpu" else 1e-4
+                if number:  # it follows from a step that was made again
+                    rounding = max(rounding, program.gradient_rounding)
+                if not torch.allclose(computed, value, rtol=rounding, atol=0, equal_nan=True):
+                    what = f"the loss at {line} is {computed.item():g}, not {value.item():g}"
+                    raise UnrepeatableError(f"computed again from the same batch, {what}")
+            total = sum_of(losses)
+            total.backward()
+            return total.detach()
+
+        if phase.is_inside:
+            optimizers[phase.steps[0]].closure = passes
+        else:
+            passes()
         for index in phase.steps:
             optimizers[index].step()
             wanted = next(steps)

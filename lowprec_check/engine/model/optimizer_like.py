@@ -42,6 +42,11 @@ class OptimizerLike:
     unless ``schedule`` has the settings of each step. ``state`` is that before the first step.
     """
 
+    is_whole = False
+    """Whether what a script calls is copied, of which several calls may make a step."""
+    takes_closure = False
+    """Whether its step computes losses itself."""
+
     def __init__(
         self,
         given: torch.optim.Optimizer,
@@ -143,7 +148,8 @@ class OptimizersTogether:
         self.state: Any = collections.defaultdict(dict)
         for part in parts:
             self.state.update(part.state)
-            part.state = self.state
+            if isinstance(part, torch.optim.Optimizer):
+                part.state = self.state
 
     def step(self) -> None:
         """Make the step of each."""
@@ -156,6 +162,8 @@ class OptimizersLike:
 
     def __init__(self, parts: Sequence[OptimizerLike], positions: Sequence[Sequence[int]]) -> None:
         self.parts, self.positions = parts, positions
+        self.is_whole = any(part.is_whole for part in parts)
+        self.takes_closure = any(part.takes_closure for part in parts)
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> Any:
         """Optimizers of ``parameters``, in the order of those of the model."""

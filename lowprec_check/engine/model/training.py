@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lowprec_check.engine.model.observed_training import ObservedLoss
 from lowprec_check.engine.model.optimizer_like import OptimizerLike, OptimizersLike, OptimizersTogether, takes_closure
 from lowprec_check.engine.model.user_code import call_user_code, parameters_of, required_arguments
+from lowprec_check.engine.model.whole_optimizer import WholeOptimizer
 from lowprec_check.errors import UsageError, message_of, type_name
 from lowprec_check.torchkit.floating_dtypes import is_float
 from lowprec_check.torchkit.pytree import leaves
@@ -235,6 +236,9 @@ def describe_optimizer(made: Any) -> str:
     """``SGD(lr=0.1, momentum=0.9)``: learning rate, weight decay, and what is not default."""
     if isinstance(made, OptimizersTogether):
         return " and ".join(map(describe_optimizer, made.parts))
+    if isinstance(made, WholeOptimizer):
+        described = describe_optimizer(made.inner)
+        return described if made.owner is made.inner else f"{type(made.owner).__name__} of {described}"
     usual = {name: parameter.default for name, parameter in parameters_of(type(made)).items()}
     settings = []
     for name in made.defaults:

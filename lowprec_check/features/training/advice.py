@@ -71,6 +71,9 @@ def training_code(
         start = "" if way.initial_scale == DEFAULT_SCALE else f", init_scale={way.initial_scale}"
         lines.append(f'scaler = torch.amp.GradScaler("{device}"{start})')
     lines += [line for update in updates for line in update.before]
+    if has_scaler and any(phase.calls for phase in setup.phases):
+        lines += _calls_for_scaler(setup)
+        found = found._replace(imports=["import types", *found.imports])
     if setup.average_code:
         lines.append(f"average = {setup.average_code}")
     forward = [*found.inside, f"output = {model.call}", f"step_loss = {setup.loss_code or 'loss(output)'}"]
@@ -92,13 +95,57 @@ def training_code(
 def _step_lines(setup: TrainingSetup, updates: Sequence[_Updates], passes: Sequence[str]) -> list[str]:
     """A step, whose ``passes`` are those forward and backward, without that of the scaler."""
     phases = setup.phases or [TrainingPhase(clears=[0], steps=[0])]
-    if len(phases) > 1 and not setup.optimizers:  # gradients are accumulated
+    is_whole = any(phase.calls for phase in phases)
+    if len(phases) > 1 and not setup.optimizers and not is_whole:  # gradients are accumulated
         passes = [f"for _ in range({len(phases)}):  # losses", *(f"    {line}" for line in passes)]
         phases = [TrainingPhase(clears=phases[0].clears, steps=phases[-1].steps)]
-    lines = []
+    lines, made, has_scaler = [], dict.fromkeys(range(len(updates)), 0), "scaler." in updates[0].backward
+    later = [number for phase in phases for number in phase.steps]
     for phase in phases:
-        lines += [*(updates[number].zero_grad for number in phase.clears), *passes]
-        lines += [line for number in phase.steps for line in updates[number].step]
+        own = [*(updates[number].zero_grad for number in phase.clears), *passes]
+        if phase.is_inside:
+            own = ["def closure():", *(f"    {line}" for line in [*own, "return step_loss"])]
+        lines += own
+        for number, call in zip(phase.steps, phase.calls or [".step()"] * len(phase.steps), strict=True):
+            step = updates[number].step
+            if is_whole:
+                step = [_called(line, number, call, made[number], setup) for line in step]
+            lines += step
+            made[number] += 1
+            later.remove(number)
+            if has_scaler and number in later:
+                lines += ["scale = scaler.get_scale()", "scaler.update()"]
+                lines += ["if scaler.get_scale() < scale:  # its gradients overflowed", "    continue"]
+    return lines
+
+
+def _called(line: str, number: int, call: str, made: int, setup: TrainingSetup) -> str:
+    """A ``line`` of a step with the ``call`` of the script, after others that were ``made``."""
+    name = f"optimizers[{number}]" if setup.optimizers else "optimizer"
+    if line == f"{name}.step()":
+        return f"{name}{call}" if call.startswith(".") else call
+    for function in ("unscale_", "step"):
+        line = line.replace(f"scaler.{function}({name})", f"scaler.{function}({_SCALED}{number or ''}[{made}])")
+    return line
+
+
+_SCALED = "calls"
+"""The variable with the calls that a ``GradScaler`` makes unless gradients overflow."""
+
+
+def _calls_for_scaler(setup: TrainingSetup) -> list[str]:
+    """Lines before the loop that let a ``GradScaler`` make the calls of a script."""
+    by_optimizer: dict[int, list[str]] = {}
+    for phase in setup.phases:
+        for number, call in zip(phase.steps, phase.calls, strict=False):
+            name = f"optimizers[{number}]" if setup.optimizers else "optimizer"
+            by_optimizer.setdefault(number, []).append(f"{name}{call}" if call.startswith(".") else call)
+    lines = []
+    for number, calls in by_optimizer.items():
+        name = f"optimizers[{number}]" if setup.optimizers else "optimizer"
+        listed = ", ".join(f"lambda: {call}" for call in calls)
+        made = f"types.SimpleNamespace(param_groups={name}.param_groups, step=call)"
+        lines.append(f"{_SCALED}{number or ''} = [{made} for call in ({listed},)]")
     return lines
 
 

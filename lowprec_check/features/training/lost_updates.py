@@ -43,7 +43,7 @@ class LostUpdateCounter(Watcher):
         self._optimizer = make(list(self._copies.values()))
         self._counts: defaultdict[Name, _Count] = defaultdict(_Count)
         self._updated: dict[str, nn.Parameter] = {}  # those of the optimizer that makes its step
-        self._is_finite = True
+        self._is_finite = self._is_first = True
         self._before: dict[str, Tensor] = {}
         self._state_before: dict[str, dict[str, Any]] = {}
         self._average: tuple[Any, list[Tensor]] | None = None
@@ -66,8 +66,12 @@ class LostUpdateCounter(Watcher):
         """Keep the values; give the copies the gradients of the optimizer that makes its step."""
         optimizer, updated = step.updates.optimizer, step.updated
         self._updated = {name: p for name, p in self._parameters.items() if id(p) in updated}
+        # Several calls may make an update
+        self._is_first = not getattr(_part(optimizer, step.number), "stage", 0)
         for name, p in self._updated.items():
-            self._before[name], self._state_before[name] = p.detach().clone(), copy.deepcopy(optimizer.state.get(p, {}))
+            if self._is_first:
+                self._before[name] = p.detach().clone()
+                self._state_before[name] = copy.deepcopy(optimizer.state.get(p, {}))
             self._copies[name].grad = None
             if p.grad is not None:
                 self._copies[name].grad = self._copy(p.grad)
@@ -78,7 +82,7 @@ class LostUpdateCounter(Watcher):
         if not self._is_finite:
             return
         # The copies start from what the run had before the step: each step is judged alone.
-        for name in self._updated:
+        for name in self._updated if self._is_first else ():
             copied = self._copies[name]
             copied.data = self._copy(self._before[name])
             state = self._state_before[name]
@@ -88,6 +92,8 @@ class LostUpdateCounter(Watcher):
                 self._optimizer.state[copied] = copy.deepcopy(others) | wide
         optimizer = _part(self._optimizer, step.number)
         optimizer.step()
+        if getattr(optimizer, "stage", 0):
+            return
         self._count_decay(step.number, optimizer)
         # What the weights lost, then what each tensor of the optimizer's state lost.
         for name, parameter in self._updated.items():
@@ -271,7 +277,8 @@ _IMPLEMENTATIONS: Mapping[str, dict[str, Any]] = {
 
 def check_epsilon(parameters: Sequence[nn.Parameter], make: MakeOptimizer) -> list[EpsilonCheck]:
     """One step with zero gradients by each implementation of the optimizer that has ``eps``."""
-    if "eps" not in make([nn.Parameter(p.detach().clone()) for p in parameters]).defaults:
+    made = make([nn.Parameter(p.detach().clone()) for p in parameters])
+    if "eps" not in made.defaults or hasattr(made, "calls"):  # other calls make its step
         return []
     found = []
     for name, settings in _IMPLEMENTATIONS.items():

@@ -27,7 +27,7 @@ from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.target_source import TargetSource
 from lowprec_check.errors import UsageError
-from lowprec_check.features.training.steps import TrainingStep, batches_of, with_step
+from lowprec_check.features.training.steps import TrainingStep, batches_of, ways_for, with_step
 from lowprec_check.features.training.training_part import TrainingPart, with_draws_of
 from lowprec_check.features.training.training_reference import ReferenceTraining, TrainingReference, in_training
 from lowprec_check.schema.amp_use import all_told
@@ -36,7 +36,7 @@ from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS
 from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.verdict import ExceptionInfo
-from lowprec_check.schema.ways_to_train import WAYS, WayToTrain, ways_of
+from lowprec_check.schema.ways_to_train import WAYS, WayToTrain
 from lowprec_check.torchkit.compiled import compiled_frames
 from lowprec_check.torchkit.installation import extension_problem
 
@@ -82,7 +82,7 @@ class Training(Mode):
     def ready(self, task: ModelTask, target: Target, snapshot: Snapshot | None = None) -> Iterator[Prepared]:
         """A training step of the first way."""
         with in_training(task, target, snapshot) as ready:
-            yield with_step(ready, TrainingStep(target, ready, ways_of(ready.precision, self.steps)[0]))
+            yield with_step(ready, TrainingStep(target, ready, ways_for(target, ready, self.steps)[0]))
 
     def run(self, task: RunTask, target: Target, report: Reporter) -> None:
         """Train in each way; a step of the first is explained op by op."""
@@ -117,8 +117,8 @@ class Training(Mode):
     @contextlib.contextmanager
     def explained(self, task: ModelTask, target: Target, options: Options) -> Iterator[tuple[Prepared, Options]]:
         """A training step."""
-        way = self.way or ways_of(PRECISIONS.get(task.precision), self.steps)[0]
         with in_training(task, target) as ready:
+            way = self.way or ways_for(target, ready, self.steps)[0]
             step = TrainingStep(target, ready, way, target.model)
             yield with_step(ready, step), options._replace(step=step)
 

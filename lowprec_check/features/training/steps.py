@@ -22,7 +22,7 @@ from lowprec_check.engine.model.user_code import call_user_code, reraise_interru
 from lowprec_check.errors import UsageError, first_line, message_of, type_name
 from lowprec_check.features.training.trajectory import Samples, Trajectory
 from lowprec_check.schema.run_key import Phase
-from lowprec_check.schema.ways_to_train import Updates, WayToTrain
+from lowprec_check.schema.ways_to_train import WAYS, Updates, WayToTrain, ways_of
 from lowprec_check.torchkit import devices
 from lowprec_check.torchkit.devices import seed_everything
 from lowprec_check.torchkit.floating_dtypes import is_float
@@ -103,31 +103,38 @@ class TrainingStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepResult:
         """Do one step on a batch, prepared by ``ready.inputs``."""
-        outputs, losses, is_skipped = [], [], False
-        for index, phase in enumerate(self._plan(args)):
-            for number in phase.clears:
-                self.parts[number].zero_grad()
-            output, loss = self._forward(args, kwargs)
-            self.on_loss(loss)
-            self.phase = "backward"
-            self.parts[0].backward(loss)
+        outputs, losses = list[Any](), list[Tensor]()
+        is_skipped, plan = False, self._plan(args)
+        made = [number for phase in plan for number in phase.steps]
+        is_checked = True  # whether the scaler has seen gradients since its last update
+        for index, phase in enumerate(plan):
+            passes = functools.partial(self._passes, index, phase, args, kwargs, outputs, losses)
+            if phase.is_inside:
+                self.parts[phase.steps[0]].optimizer.closure = passes
+            else:
+                passes()
             for self.number in phase.steps:
                 # What a repeated step did before its scaler skipped an optimizer stays done.
                 if is_skipped or (index, self.number) in self._done:
                     continue
-                self.on_gradients()
+                if not phase.is_inside:
+                    self.on_gradients()
                 self.phase = "optimizer"
                 self.parts[self.number].step()
                 self.on_update()
+                made.remove(self.number)
+                is_checked = True
                 # A ``GradScaler`` skips the step of an optimizer whose gradients are not finite.
-                if self.scaler is not None and len(self.parts) > 1:
+                if self.scaler is not None and (len(self.parts) > 1 or made or self._done):
                     gradients = [p.grad for p in self.updated.values() if p.grad is not None]
                     is_skipped = not all(bool(gradient.isfinite().all()) for gradient in gradients)
                     self._done |= set() if is_skipped else {(index, self.number)}
-            outputs.append(output)
-            losses.append(loss.detach())
-        # The scaler and the average see a step as a whole, whatever its phases were.
-        if self.scaler is not None:
+                # It must be updated before another call of the same optimizer.
+                if self.scaler is not None and self.number in made:
+                    self.scaler.update()
+                    is_checked = False
+        # Else the scaler and the average see a step as a whole, whatever its phases were.
+        if self.scaler is not None and is_checked:
             self.scaler.update()
         if not is_skipped:
             self._done = set()
@@ -141,6 +148,32 @@ class TrainingStep:
             [tensor.detach() for tensor in (*parameters, *self.model.buffers())],
             len(outputs),
         )
+
+    def _passes(
+        self,
+        index: int,
+        phase: StepPhase,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outputs: list[Any],
+        losses: list[Tensor],
+    ) -> Tensor:
+        """Compute the loss of a phase and its gradients; add the first output and loss of it."""
+        if isinstance(self.model, ScriptStep):
+            self.model.repeat(index)
+        for number in phase.clears:
+            self.parts[number].zero_grad()
+        output, loss = self._forward(args, kwargs)
+        self.on_loss(loss)
+        self.phase = "backward"
+        self.parts[0].backward(loss)
+        self.phase = "optimizer"
+        if len(losses) == index:
+            outputs.append(output)
+            losses.append(loss.detach())
+            if phase.is_inside:
+                self.on_gradients()
+        return loss.detach()
 
     def _plan(self, args: tuple[Any, ...]) -> Sequence[StepPhase]:
         """The phases of a step, which starts."""
@@ -204,6 +237,13 @@ class _Together:
         self.optimizer = OptimizersTogether([part.optimizer for part in parts])
 
 
+def ways_for(target: Target, ready: Prepared, steps: int) -> list[WayToTrain]:
+    """The ways to try in each run, for that many steps; the first one gives the status."""
+    if getattr(target.optimizer, "takes_closure", False):
+        return [WAYS.get("plain")]
+    return ways_of(ready.precision, steps)
+
+
 def with_step(ready: Prepared, step: TrainingStep) -> Prepared:
     """``ready``, called by ``step``, which enters the context of the precision itself."""
     return ready._replace(call=step, enters_context=True)
@@ -213,7 +253,9 @@ def kept_by(parts: Sequence[Updates]) -> list[Tensor]:
     """The weights that ``parts`` update, their copies, and the states of the optimizers."""
     # Each way keeps its copies of weights in lists of its own, under names of its own.
     lists = [kept for part in parts for kept in vars(part).values() if isinstance(kept, list)]
-    lists += [list(state.values()) for part in parts for state in part.optimizer.state.values()]
+    for optimizer in [part.optimizer for part in parts]:
+        states = getattr(optimizer, "states", [optimizer.state])
+        lists += [list(state.values()) for kept in states for state in kept.values() if isinstance(state, dict)]
     return list(stored(tensor for tensors in lists for tensor in tensors if isinstance(tensor, Tensor)))
 
 

@@ -118,7 +118,8 @@ class TrainingPart(TrainingSteps):
         # Together they may take as long as one way: a precision that is slow here is slow in each.
         self._try_each(self._ways[1:], self._make(self.trained.values()))
         ran = self._seconds <= self._limit and any(way.status != "error" for way in self._training.ways)
-        if ran and SUGGESTED.suits(self.ready.precision):
+        has_closure = getattr(self.target.optimizer, "takes_closure", False)
+        if ran and SUGGESTED.suits(self.ready.precision) and not has_closure:
             self._try_suggested_scale()
         self._snapshot.rewind()
         parameters = list(self.trained.values())
@@ -133,6 +134,8 @@ class TrainingPart(TrainingSteps):
     def _try_each(self, ways: Sequence[WayToTrain], optimizer: Any) -> None:
         for way in ways:
             why = way.why_not(optimizer)
+            if getattr(self.target.optimizer, "is_whole", False) and not way.leaves_weights:
+                why = "the script's optimizer is used as it is"
             if why or self._seconds > self._limit:
                 untried = {way.name: why or "steps take long here"}
                 self._report(untried=self._training.untried | untried)
@@ -162,7 +165,8 @@ class TrainingPart(TrainingSteps):
         watchers: dict[str, Watcher] = {}
         if way == PLAIN or way.scale:
             watchers["gradients"] = FirstGradients(parameters)
-        if way == PLAIN and any(p.dtype in NARROW for p in parameters.values()):
+        is_narrow = any(p.dtype in NARROW for p in parameters.values())
+        if way == PLAIN and is_narrow and not getattr(self.target.optimizer, "takes_closure", False):
             # The run itself shows an optimizer that cannot be made.
             with contextlib.suppress(Exception):
                 watchers["updates"] = LostUpdateCounter(parameters, self._make)

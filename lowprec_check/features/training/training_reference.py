@@ -32,6 +32,7 @@ from lowprec_check.engine.model.training import (
     optimizer_code,
 )
 from lowprec_check.engine.model.user_code import call_user_code, required_arguments
+from lowprec_check.engine.model.whole_optimizer import WholeOptimizerLike
 from lowprec_check.errors import UsageError
 from lowprec_check.features.training.first_step import FirstGradients
 from lowprec_check.features.training.lost_updates import LostUpdateCounter, Stalls
@@ -39,6 +40,7 @@ from lowprec_check.features.training.other_seeds import SEEDS, OtherSeeds
 from lowprec_check.features.training.spread import Spread
 from lowprec_check.features.training.steps import (
     MAX_SKIPPED,
+    USUAL,
     Loop,
     StepFailedError,
     StepResult,
@@ -46,6 +48,7 @@ from lowprec_check.features.training.steps import (
     Watcher,
     kept_by,
     state_bytes,
+    ways_for,
 )
 from lowprec_check.features.training.trajectory import Samples, Trajectory
 from lowprec_check.features.training.ways.usual import PLAIN
@@ -53,7 +56,7 @@ from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.statements import counted
 from lowprec_check.schema.training import TrainingPhase, TrainingRun, TrainingSetup, TrainingWay
 from lowprec_check.schema.verdict import ExceptionInfo
-from lowprec_check.schema.ways_to_train import WayToTrain, ways_of
+from lowprec_check.schema.ways_to_train import WayToTrain
 from lowprec_check.torchkit.output_comparison import same_bits
 
 STALLS = 0.01
@@ -102,13 +105,21 @@ def script_parts(target: Target) -> dict[str, Any]:
     observed, optimizer = target.observed, target.optimizer
     if observed is None or not isinstance(optimizer, (OptimizerLike, OptimizersLike)):
         return {}
-    parts, clips = optimizer.parts, [[clip.code for clip in part.clips] for part in optimizer.parts]
+    parts, clips = optimizer.parts, [list(dict.fromkeys(clip.code for clip in part.clips)) for part in optimizer.parts]
     fields: dict[str, Any] = {"script": observed.line or "", "framework": observed.framework, "clip_code": clips[0]}
     fields |= {"amp": list(observed.amp), "cast": observed.cast}
     plan = target.model.start(target.args) if isinstance(target.model, ScriptStep) else ()
-    if len(plan) > 1 or len(parts) > 1:
-        phases = [TrainingPhase(clears=list(phase.clears), steps=list(phase.steps)) for phase in plan]
-        fields["phases"] = phases
+    if len(plan) > 1 or len(parts) > 1 or optimizer.is_whole:
+        calls = [iter(part.code if isinstance(part, WholeOptimizerLike) else ()) for part in parts]
+        fields["phases"] = [
+            TrainingPhase(
+                clears=list(phase.clears),
+                steps=list(phase.steps),
+                calls=[next(calls[number], ".step()") for number in phase.steps] if optimizer.is_whole else [],
+                is_inside=phase.is_inside,
+            )
+            for phase in plan or USUAL
+        ]
     if len(parts) > 1:
         fields |= {"optimizers": list(observed.optimizers), "clips": clips}
     return fields
@@ -123,7 +134,7 @@ class TrainingSteps:
         self.task, self.target, self.ready, self.report, self._batches = task, target, ready, report, batches
         self.steps = steps
         self._snapshot = Snapshot(ready.model, target.rewound, parameters=True)
-        self._ways = ways_of(ready.precision, steps)
+        self._ways = ways_for(target, ready, steps)
         """The ways to train; the first is that of the run."""
         self.explained = self._ways[0]
         """The way of the step that is explained op by op."""
@@ -310,7 +321,7 @@ class ReferenceTraining(TrainingSteps):
         spread = Spread(base, reference.others, samples, 0.0)
         low, high = spread.loss_band()
         limits, counter = spread.loss_limits(), None
-        if stalls.share >= STALLS:
+        if stalls.share >= STALLS and not getattr(self.target.optimizer, "takes_closure", False):
             make = functools.partial(make_optimizer, self.target.optimizer)
             counter = LostUpdateCounter(self.trained, make, torch.float64)
         setup = TrainingSetup(

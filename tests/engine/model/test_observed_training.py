@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
 import torch
 from conftest import Call
-from observed_scripts import BY_HAND, FRAMEWORKS, HEAD, MIXED, NOTED, REFUSED, SCRIPTS, SEVERAL, STEP
+from observed_scripts import BY_HAND, FRAMEWORKS, HEAD, MIXED, NOTED, REFUSED, SCRIPTS, SEVERAL, STEP, WHOLE
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowprec_check import ScanResult, UsageError
@@ -27,8 +29,9 @@ from lowprec_check.engine.model.torchvision_ops import torchvision_works
 from lowprec_check.engine.model.training import LossInputs, describe_loss, loss_of
 from lowprec_check.features.training.advice import training_code
 from lowprec_check.features.training.other_seeds import OtherSeeds
-from lowprec_check.features.training.steps import USUAL
+from lowprec_check.features.training.steps import USUAL, TrainingStep
 from lowprec_check.features.training.training_reference import script_parts
+from lowprec_check.features.training.ways import usual
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import ModelInfo
 from lowprec_check.schema.training import TrainingSetup, TrainingWay
@@ -133,6 +136,53 @@ def test_updates_by_hand_are_those_of_the_script(
     for step, wanted in zip(weights, trained, strict=True):
         for one, other in zip(step, wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def plain_steps(script: str, precision: str = "fp32", scale: float = 0.0) -> list[list[torch.Tensor]]:
+    """The weights of a script after each turn of its loop, its model in a precision by hand."""
+    *before, loop, body = re.split(r"(?m)^(for x, y in .*\n)", HEAD + script)
+    kept = "    kept.append([p.detach().clone() for p in model.parameters()])\n"
+    if precision == "bfloat16":
+        before[0] = before[0].replace("model = n", "torch.set_default_dtype(torch.bfloat16)\nmodel = n", 1)
+        before[0] = before[0].replace("X, Y = torch.randn(96, 8)", "X, Y = torch.randn(96, 8).bfloat16()", 1)
+    if precision == "autocast-bf16":
+        body = re.sub(r"(F\.cross_entropy\(model\(x\), y\))", r"cast(lambda: \1)", body)
+    space: dict[str, Any] = {"kept": [], "cast": torch.autocast("cpu", torch.bfloat16)(lambda call: call())}
+    try:
+        exec(f"{''.join(before)}{loop}{body}{kept}", space)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    kept_weights: list[list[torch.Tensor]] = space["kept"]
+    return kept_weights
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+@pytest.mark.parametrize("precision", ["fp32", "autocast-bf16"])
+def test_an_optimizer_of_several_passes_is_taken_whole(here: Path, write: Write, kind: str, precision: str) -> None:
+    """Compared with the script itself, with autocast put into it by hand."""
+    if "line search" in kind and precision != "fp32":
+        pytest.skip("its loss is more than cross-entropy")
+    write(HEAD + WHOLE[kind], "train.py")
+    wanted = plain_steps(WHOLE[kind], precision)
+    target = load_target("train.py", steps=3)
+    observed = target.observed
+    assert observed is not None
+    assert any("called again" in note for note in target.notes)
+    ready = cast(Any, SimpleNamespace(model=target.model, call=target.model, device=torch.device("cpu")))
+    ready.inputs = lambda args, kwargs: (args, kwargs)
+    dtype = torch.bfloat16 if precision != "fp32" else None
+    context = torch.autocast("cpu", dtype, enabled=dtype is not None)
+    ready.application = SimpleNamespace(context=lambda _device: context)
+    step = TrainingStep(target, ready, usual.PLAIN)
+    trained = {id(p) for part in step.parts for p in part.parameters}
+    names = [name for name, p in target.model.named_parameters() if id(p) in trained]
+    for number, after in enumerate(wanted):
+        batch = target.batch(number)
+        step.targets = batch.targets
+        step(*batch.args, **batch.kwargs)
+        own = dict(target.model.named_parameters())
+        for name, other in zip(names, after, strict=True):
+            torch.testing.assert_close(own[name], other, rtol=1e-4, atol=1e-5)
 
 
 def test_an_update_by_hand_is_an_optimizer_in_printed_code(here: Path, write: Write) -> None:
@@ -812,3 +862,32 @@ def test_a_gan_trains_in_every_precision_as_plain_loops_and_pasted_code_do(
             assert sums[tried.skipped_steps :][:done_steps] == pytest.approx(
                 tried.losses[:done_steps], rel=1e-2 if tried.skipped_steps else 1e-6, abs=0
             ), (precision, name)
+
+
+@pytest.mark.parametrize("way", ["plain", "grad-scaler"])
+@pytest.mark.parametrize("kind", [kind for kind in WHOLE if "closure" not in kind and "search" not in kind])
+def test_the_code_for_an_optimizer_of_several_passes_makes_its_calls(
+    here: Path, write: Write, kind: str, way: str
+) -> None:
+    """Run on the script's own objects; one batch, which is the first of the script."""
+    write(HEAD + WHOLE[kind].replace("in batches():", "in [next(iter(batches()))] * 3:"), "train.py")
+    wanted = plain_steps(WHOLE[kind].replace("in batches():", "in [next(iter(batches()))] * 3:"), "autocast-bf16")
+    target = load_target("train.py", steps=3)
+    assert target.observed is not None
+    setup = msgspec.structs.replace(setup_of(), steps=3, **script_parts(target))
+    scale = 2.0**16 if way == "grad-scaler" else None
+    key = RunKey("autocast-bf16", "eager", "cpu", "contiguous")
+    code = training_code(key, INFO, setup, TrainingWay(name=way, status="ok", initial_scale=scale))
+    code = code.replace("output = model(inputs)", "output = model(*inputs)")
+    space: dict[str, Any] = {"model": target.model, "inputs": target.args}
+    space["loss"] = lambda output: loss_of(target.loss, output, LossInputs(target.args, {}, target.targets))
+    optimizer = cast(Any, target.optimizer)([p for p in target.model.parameters() if p.requires_grad])
+    owner = optimizer.owner
+    space |= {"optimizer": optimizer.inner, type(owner).__name__.lower(): owner}
+    if isinstance(owner, torch.optim.Optimizer):
+        space["optimizer"] = owner
+    exec(code, space)
+    if "clip_grad" in WHOLE[kind] or "scheduler" in WHOLE[kind]:
+        return  # the code has the settings of one step, and clips where the script does
+    for name, after in zip(dict(target.model.named_parameters()), wanted[-1], strict=True):
+        torch.testing.assert_close(target.model.get_parameter(name), after, rtol=1e-3, atol=1e-4)
