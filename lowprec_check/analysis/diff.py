@@ -272,7 +272,8 @@ def _speed(before: Run, after: Run, old: ScanResult, new: ScanResult) -> Iterato
     slower, faster = is_faster(first, second, TIME_FACTOR), is_faster(second, first, TIME_FACTOR)
     if same_machine:
         slower, faster = slower and absolute > TIME_FACTOR, faster and absolute < 1 / TIME_FACTOR
-    if (slower or faster) and first.ratio and second.ratio:
+    has_figures = first.has_figure and second.has_figure
+    if (slower or faster) and has_figures and first.ratio and second.ratio:
         relative = first.ratio / second.ratio
         what = _compared("relative to fp32 {times:times}", relative, "slower than before", "as fast as before")
         yield _moved("speed", after, relative, what, first.text(), second.text())

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from lowprec_check.schema.measures import Latency, Speedup, TimingConditions
 from lowprec_check.schema.scan_result import Run
-from lowprec_check.schema.statements import times
+from lowprec_check.schema.statements import Sentence, say
 
 # A ratio counts only if it can be told apart from 1. It comes from the rounds in which a run and
 # fp32 were called in turns (``run.latency.speedup``): their interval holds the true median in at
@@ -21,7 +21,8 @@ Told = Literal["faster", "slower", "same", "noisy", "unknown"]
 
 TOLD = 1.05  # a smaller ratio is not worth naming, however well it is measured
 ALIKE = 1.25  # times are about the same if their ratio is below this with a probability of 95 %
-WIDE = 2.0  # of an interval that spans more than this factor, only the end next to 1 is said
+WIDE = 2.0  # of an interval that spans more than this factor, the ratio is said as a whole number
+DOUBTFUL = 3.0  # a run is slower beyond doubt if a single round has a larger factor
 CLEAR = 1.5  # a larger factor decides between times of separate rounds: plans, runs without rounds
 ONE_CORE = 2.5  # speeds on one core and on all cores may differ so much: formats use cores more or less well
 WAITED, CHANGED = 0.1, 1.2  # least share of waiting threads, and change of the clock, that reports mention
@@ -41,30 +42,52 @@ class Speed(NamedTuple):
     ratio: float | None = None  # the median; `None` if it was not timed
     low: float = 0.0
     high: float = math.inf
+    has_figure: bool = True  # a single round tells a direction at most
+
+    @property
+    def is_about(self) -> bool:
+        """Whether the interval is so wide that a ratio is only about right."""
+        return self.high > WIDE * self.low
 
     @property
     def told_ratio(self) -> float | None:
-        """The median, if it can be told."""
-        return self.ratio if self.told in ("faster", "slower", "same") else None
+        """The median, if it can be told; of a wide interval a whole factor, none below 2."""
+        if self.told == "same":
+            return self.ratio
+        if self.told not in ("faster", "slower") or not self.ratio or not self.has_figure:
+            return None
+        if not self.is_about:
+            return self.ratio
+        factor = round(max(self.ratio, 1 / self.ratio))
+        if factor < 2:
+            return None
+        return float(factor) if self.told == "faster" else 1 / factor
 
     @property
     def time(self) -> float | None:
         """Its time over fp32's, if that can be told; 1 if it is about the same."""
         if self.told == "same":
             return 1.0
-        if self.told in ("faster", "slower") and self.ratio:
-            return 1 / self.ratio
-        return None
+        ratio = self.told_ratio
+        return ratio and 1 / ratio
+
+    def factor(self) -> Sentence | None:
+        """``1.4 times``, ``about 13 times``: as fast, or slower; ``None`` without a figure."""
+        ratio = self.told_ratio
+        if ratio is None:
+            return None
+        ratio = max(ratio, 1 / ratio)
+        if self.is_about:
+            return say("about {ratio:number} times", ratio=round(ratio))
+        return say("{ratio:times}", ratio=ratio)
 
     def text(self) -> str:
         """``1.4 times as fast as fp32``; empty if it was not timed."""
-        # of a wide interval, only its safe end is said
-        ratio, wide = self.ratio or 1.0, self.high > WIDE * self.low
-        at_least = "at least " if wide else ""
+        factor = self.factor()
         if self.told == "faster":
-            return f"{at_least}{times(self.low if wide else ratio)} as fast as fp32"
+            return f"{factor.text} as fast as fp32" if factor else "faster than fp32"
         if self.told == "slower":
-            return f"{at_least}{times(1 / (self.high if wide else ratio))} slower than fp32"
+            return f"{factor.text} slower than fp32" if factor else "slower than fp32"
         if self.told == "same":
             return "about as fast as fp32"
         if self.told == "unknown":
@@ -86,7 +109,7 @@ def speed(run: Run, runs: Sequence[Run]) -> Speed:
     if run.latency is not None and run.timing is None:
         rounds = run.latency.speedup
         if rounds is not None:
-            return judged(rounds.median, rounds.low, rounds.high)
+            return in_rounds(rounds)
         if failure_while_timed(run) or failure_while_timed(reference):
             return Speed("unknown")
         return Speed("noisy")
@@ -149,6 +172,17 @@ def is_faster(mine: Speed, other: Speed, factor: float = TOLD) -> bool:
 def cores_were_used(found: TimingConditions | None) -> bool:
     """Whether something else used the cores enough to matter to any single time."""
     return found is not None and (found.waited or 0.0) > WAITED
+
+
+def in_rounds(speedup: Speedup) -> Speed:
+    """What the ratios of rounds tell."""
+    judgement = judged(speedup.median, speedup.low, speedup.high)
+    if speedup.rounds > 1:
+        return judgement
+    # One round, or calls outside of rounds: a load can make such a ratio many times too large.
+    if judgement.told == "slower" and speedup.median <= 1 / DOUBTFUL:
+        return judgement._replace(has_figure=False)
+    return judgement._replace(told="noisy", has_figure=False)
 
 
 def judged(ratio: float, low: float, high: float) -> Speed:

@@ -44,6 +44,9 @@ class SpeedOf(NamedTuple):
 
     told: str
     ratio: float | None
+    """``None`` without a figure."""
+    is_about: bool = False
+    """Whether it is a whole factor, about right."""
 
 
 def speed_of(ratio: float | None) -> SpeedOf | None:
@@ -91,12 +94,14 @@ def speed_text(value: SpeedOf) -> str:
         return "≈ fp32"
     if value.told == "noisy":
         return "noisy"
-    if value.ratio is None or value.told not in ("faster", "slower"):
+    if value.told not in ("faster", "slower"):
         return "–"
+    if value.ratio is None:
+        return value.told
     # a factor above 1 reads better than "0.5 × as fast"
-    if value.told == "faster":
-        return f"{times(value.ratio).removesuffix('times')}× as fast"
-    return f"{times(1 / value.ratio).removesuffix('times')}× slower"
+    factor = max(value.ratio, 1 / value.ratio)
+    figure = f"≈ {factor:,.0f}" if value.is_about else times(factor).removesuffix(" times")
+    return f"{figure} × {'as fast' if value.told == 'faster' else 'slower'}"
 
 
 def ratio_text(ratio: float | None) -> str:

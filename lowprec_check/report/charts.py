@@ -163,7 +163,7 @@ def tradeoff(result: ScanResult) -> Chart | None:
         status = look("unjudged" if degenerate_output(run, result.runs) else run.status)
         memory = memory_ratio(run, result.runs)
         size = memory and f", {ratio_text(memory)} the memory"
-        speed_of_run = speed_text(SpeedOf(times.told, times.ratio))
+        speed_of_run = speed_text(SpeedOf(times.told, times.told_ratio, times.is_about))
         tip = f"{visible(label(run))}: {speed_of_run}, error {error_figure(error)}{size or ''}, {status.word}"
         dots.append(_Dot(run, times.ratio, times.low, times.high, error, status.tone, tip))
     if len(dots) < 2 or result.evidence == "predicted" or not result.is_forward:

@@ -69,7 +69,7 @@ def _figures(run: Run, result: ScanResult) -> dict[str, Any]:
     if run.setup_seconds is not None:
         figures["setup"] = f"{run.setup_seconds:.1f} s"
     if not run.is_reference and found.told != "unknown":
-        figures["speed"] = SpeedOf(found.told, found.ratio)
+        figures["speed"] = SpeedOf(found.told, found.told_ratio, found.is_about)
     if result.is_forward and not run.is_reference and error is not None:
         # integers and booleans have no relative error: a sentence says how many differ
         text = ""

@@ -185,7 +185,9 @@ def _about(result: ScanResult, said: Sequence[Statement]) -> Iterator[Block]:
     for run in result.runs:
         if run.latency is not None:
             latency, speedup = run.latency, run.latency.speedup
-            ratio = speedup and f"{speedup.median:.3g} ({speedup.low:.3g} – {speedup.high:.3g})"
+            ratio = None
+            if speedup is not None and speedup.rounds > 1:
+                ratio = f"{speedup.median:.3g} ({speedup.low:.3g} – {speedup.high:.3g})"
             cells = [label(run), latency.median_ms, *latency.quartiles_ms, latency.samples, ratio]
             rows.append(Row([*cells, speedup and speedup.rounds]))
     if rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -40,6 +41,14 @@ def rounds(median: float, low: float, high: float) -> Latency:
 def timed(name: str, median: float, low: float, high: float, memory: int = 8, error: float = 1e-3, **more: Any) -> Run:
     found = rounds(median, low, high)
     return run(name, "ok", error, latency=found, latency_ms=found.median_ms, peak_memory_bytes=memory * MIB, **more)
+
+
+def in_one_round(ratio: float) -> Run:
+    half = timed("half", ratio, ratio / 2, ratio * 2)
+    assert half.latency is not None
+    assert half.latency.speedup is not None
+    single = msgspec.structs.replace(half.latency.speedup, rounds=1)
+    return msgspec.structs.replace(half, latency=msgspec.structs.replace(half.latency, speedup=single))
 
 
 def told(median: float, low: float, high: float) -> str:
@@ -95,6 +104,12 @@ def test_without_rounds_medians_are_compared_if_they_are_long_enough(
     [
         (timed("half", 1.4, 1.3, 1.5), "1.4 times as fast as fp32"),
         (timed("half", 1 / 134, 1 / 140, 1 / 130), "134 times slower than fp32"),
+        (timed("half", 4.4, 2.9, 6.1), "about 4 times as fast as fp32"),
+        (timed("half", 1.4, 1.1, 2.3), "faster than fp32"),  # "about 1 times" says nothing
+        (timed("half", 1 / 12.6, 1 / 18, 1 / 5), "about 13 times slower than fp32"),
+        (in_one_round(1 / 389), "slower than fp32"),
+        (in_one_round(1 / 2.5), "times too noisy to compare"),
+        (in_one_round(20.0), "times too noisy to compare"),
         (timed("half", 1.0, 0.9, 1.1), "about as fast as fp32"),
         (timed("half", 1.0, 0.1, 3.0), "times too noisy to compare"),
         (run("half", latency_ms=0.1), "too short to compare times"),
@@ -366,6 +381,20 @@ def test_the_table_shows_speeds_only_where_they_are_told() -> None:
     found = cells(concluded([*runs, timed("autocast-fp16", 1.8, 1.7, 1.9)]), "speed")
     assert found[0] is None
     assert [speed_text(value) for value in found[1:]] == ["2.0 × slower", "≈ fp32", "noisy", "1.8 × as fast"]
+    wide = cells(concluded([FP32, timed("half", 1 / 12.6, 1 / 18, 1 / 5), in_one_round(1 / 389)]), "speed")
+    assert [speed_text(value) for value in wide[1:]] == ["≈ 13 × slower", "slower"]
+
+
+def test_no_report_states_the_figure_of_a_single_round() -> None:
+    result = concluded([FP32, in_one_round(1 / 389)])
+    assert verdict_of(result) == "Stay in fp32: half is slower and saves no memory"
+    assert speed(result.runs[1], result.runs).time is None
+    assert result.recommendation is not None
+    assert result.recommendation.speedup is None
+    for name in ("text", "md", "html"):
+        report = render(result, name)
+        assert "slower" in report
+        assert not re.search(r"0\.00257|389 times|389 ×|195|778", report), name
 
 
 @given(st.floats(0.001, 1000))

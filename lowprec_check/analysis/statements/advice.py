@@ -215,17 +215,19 @@ def sentences(texts: Iterable[str]) -> str:
 def _speed(against_fp32: Speed, run: Run) -> Sentence:
     ratio, low, high = against_fp32.ratio, against_fp32.low, against_fp32.high
     in_rounds = in_turns(run)
-    if against_fp32.told in ("faster", "slower") and ratio:
-        words = "it is {ratio:times} as fast as fp32"
+    if against_fp32.told in ("faster", "slower"):
+        factor, than = against_fp32.factor(), "faster than fp32"
         if against_fp32.told == "slower":
-            about = "about " if in_rounds is not None and not in_rounds.rounds else ""
-            words = f"it is {about}{{ratio:times}} slower than fp32 on this machine"
+            than = "slower than fp32 on this machine"
             # Times as slow: the ends of the interval change places.
-            ratio, low, high = 1 / ratio, 1 / high, 1 / low if low else math.inf
-        if in_rounds is None or not in_rounds.rounds:
-            return say(words, ratio=ratio)
+            low, high = 1 / high, 1 / low if low else math.inf
+        elif factor is not None:
+            than = "as fast as fp32"
+        words = chained(say("it is"), factor, say(than), between=" ")
+        if in_rounds is None or factor is None or against_fp32.is_about:
+            return words
         interval = "({low:three} – {high:three} in {rounds:count round})"
-        return chained(say(words, ratio=ratio), say(interval, low=low, high=high, rounds=in_rounds.rounds), between=" ")
+        return chained(words, say(interval, low=low, high=high, rounds=in_rounds.rounds), between=" ")
     if against_fp32.told == "same":
         return plain("it is about as fast as fp32")
     if against_fp32.told != "noisy":
@@ -268,13 +270,16 @@ def not_chosen(run: Run, result: ScanResult) -> Made:
 def also_faster(run: Run, result: ScanResult) -> Made:
     """A run that passes, and is faster than fp32 and the recommended one by more than noise."""
     best, against_fp32 = recommended_run(result), speed(run, result.runs)
-    if best is None or run is best or run.is_reference or against_fp32.told != "faster" or not against_fp32.ratio:
+    if best is None or run is best or run.is_reference or against_fp32.told != "faster":
         return None
     if result.recommendation is not None and not is_timed(best, result.recommendation.way):
         return None
     if not passes_all(run, result.runs) or not is_faster(against_fp32, speed(best, result.runs)):
         return None
-    faster = say("passes too, {ratio:times} as fast as fp32", ratio=against_fp32.ratio)
+    factor = against_fp32.factor()
+    faster = plain("passes too, faster than fp32")
+    if factor is not None:
+        faster = chained(say("passes too,"), factor, say("as fast as fp32"), between=" ")
     return _passes_too(faster, run, best, result)
 
 

@@ -23,6 +23,8 @@ def compiler_remarks(run: Run, result: ScanResult) -> Made:
     eager = next((other for other in result.runs if other.key == run.key._replace(backend=EAGER)), None)
     if breaks and eager is not None:
         here, in_eager = speed(run, result.runs), speed(eager, result.runs)
-        if here.ratio and in_eager.ratio and (is_faster(here, in_eager) or is_faster(in_eager, here)):
+        has_figures = here.has_figure and in_eager.has_figure
+        differ = is_faster(here, in_eager) or is_faster(in_eager, here)
+        if has_figures and differ and here.ratio and in_eager.ratio:
             than = say("with them {ratio:times} as fast as in eager mode", ratio=here.ratio / in_eager.ratio)
     return chained(warnings, graph_breaks, than, between=", ")

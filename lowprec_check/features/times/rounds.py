@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from lowprec_check.analysis.speed import TOLD, judged, waits_for_host
+from lowprec_check.analysis.speed import TOLD, in_rounds, waits_for_host
 from lowprec_check.features.times.speedups import (
     FEW,
     Rounds,
@@ -135,7 +135,7 @@ class RoundSchedule:
         for row in rows[1:]:
             latency = self.latency(row)
             speedup = latency.speedup if latency is not None else None
-            if speedup is not None and judged(speedup.median, speedup.low, speedup.high).told == "noisy":
+            if speedup is not None and in_rounds(speedup).told == "noisy":
                 untold.append(row)
         if untold and (self._patient or self.number < ENOUGH):
             # Where a row and fp32 wait for the host, more rounds would only time that.
@@ -230,4 +230,4 @@ class RoundSchedule:
 
 
 def _is_slower(ratio: Speedup) -> bool:
-    return judged(ratio.median, ratio.low, ratio.high).told == "slower"
+    return in_rounds(ratio).told == "slower"
