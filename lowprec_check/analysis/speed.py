@@ -43,6 +43,7 @@ class Speed(NamedTuple):
     low: float = 0.0
     high: float = math.inf
     has_figure: bool = True  # a single round tells a direction at most
+    on_gpu: float | None = None  # where calls are noisy: how many times as fast the accelerator alone is
 
     @property
     def is_about(self) -> bool:
@@ -92,6 +93,8 @@ class Speed(NamedTuple):
             return "about as fast as fp32"
         if self.told == "unknown":
             return ""
+        if self.on_gpu is not None:
+            return f"{ratio_text(self.on_gpu)} on the GPU"
         if self.ratio is not None and math.isinf(self.high):
             return "too short to compare times"
         return "times too noisy to compare"
@@ -109,7 +112,13 @@ def speed(run: Run, runs: Sequence[Run]) -> Speed:
     if run.latency is not None and run.timing is None:
         rounds = run.latency.speedup
         if rounds is not None:
-            return in_rounds(rounds)
+            judgement, on_device = in_rounds(rounds), told_on_device(run.latency)
+            if judgement.told != "noisy" or on_device is None:
+                return judgement
+            # The same host limits both: its time is noisy, not the work of the two.
+            if 1 / ALIKE <= rounds.median <= ALIKE and launch_bound(run) and launch_bound(reference):
+                return judgement._replace(told="same")
+            return judgement._replace(on_gpu=on_device)
         if failure_while_timed(run) or failure_while_timed(reference):
             return Speed("unknown")
         return Speed("noisy")
@@ -145,6 +154,14 @@ def waits_for_host(latency: Latency) -> bool:
     if latency.host_ms is None or latency.device_ms is None:
         return False
     return latency.host_ms >= ON_HOST * latency.median_ms and latency.device_ms <= ON_DEVICE * latency.median_ms
+
+
+def told_on_device(latency: Latency) -> float | None:
+    """How many times as fast as fp32 an accelerator alone is, if that was measured well."""
+    ratio = latency.device_speedup
+    if ratio is None or ratio.rounds < 2 or ratio.high > ALIKE * ratio.low:
+        return None
+    return ratio.median
 
 
 def ratio_text(ratio: float) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from lowprec_check.analysis.speed import judged
+from lowprec_check.analysis.speed import Speed, judged
 from lowprec_check.report.foreign_text import visible
 from lowprec_check.schema.statements import (
     Tone,
@@ -56,6 +56,13 @@ def speed_of(ratio: float | None) -> SpeedOf | None:
     return SpeedOf(*judged(ratio, ratio, ratio)[:2])
 
 
+def shown_speed(measured: Speed) -> SpeedOf:
+    """A measured speed as tables and charts show it."""
+    if measured.told == "noisy":
+        return SpeedOf("noisy", measured.on_gpu)
+    return SpeedOf(measured.told, measured.told_ratio, measured.is_about)
+
+
 class StatusOf(NamedTuple):
     """A status and what is said in place of its word: ``1.2e-03 · 1.8 × as fast``."""
 
@@ -93,7 +100,9 @@ def speed_text(value: SpeedOf) -> str:
     if value.told == "same":
         return "≈ fp32"
     if value.told == "noisy":
-        return "noisy"
+        if value.ratio is None:
+            return "noisy"
+        return f"GPU: {speed_text(SpeedOf(*judged(value.ratio, value.ratio, value.ratio)[:2]))}"
     if value.told not in ("faster", "slower"):
         return "–"
     if value.ratio is None:

@@ -12,7 +12,7 @@ from markupsafe import Markup, escape
 
 from lowprec_check.analysis.run_summary import candidates, degenerate_output, is_plan_of, label, memory_ratio
 from lowprec_check.analysis.speed import speed
-from lowprec_check.report.blocks import Chart, SpeedOf, ratio_text, speed_text
+from lowprec_check.report.blocks import Chart, ratio_text, shown_speed, speed_text
 from lowprec_check.report.foreign_text import visible
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.precisions import LOW_FORMATS
@@ -163,7 +163,7 @@ def tradeoff(result: ScanResult) -> Chart | None:
         status = look("unjudged" if degenerate_output(run, result.runs) else run.status)
         memory = memory_ratio(run, result.runs)
         size = memory and f", {ratio_text(memory)} the memory"
-        speed_of_run = speed_text(SpeedOf(times.told, times.told_ratio, times.is_about))
+        speed_of_run = speed_text(shown_speed(times))
         tip = f"{visible(label(run))}: {speed_of_run}, error {error_figure(error)}{size or ''}, {status.word}"
         dots.append(_Dot(run, times.ratio, times.low, times.high, error, status.tone, tip))
     if len(dots) < 2 or result.evidence == "predicted" or not result.is_forward:

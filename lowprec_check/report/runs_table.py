@@ -10,7 +10,7 @@ from lowprec_check.analysis.run_summary import LEAST_MEMORY, degenerate_output, 
 from lowprec_check.analysis.speed import speed
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.analysis.statements.status import error_text
-from lowprec_check.report.blocks import Column, ErrorOf, Row, SpeedOf, Table
+from lowprec_check.report.blocks import Column, ErrorOf, Row, Table, shown_speed
 from lowprec_check.report.feature_parts import RunColumn
 from lowprec_check.schema.registry import objects_of_features
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER
@@ -69,7 +69,7 @@ def _figures(run: Run, result: ScanResult) -> dict[str, Any]:
     if run.setup_seconds is not None:
         figures["setup"] = f"{run.setup_seconds:.1f} s"
     if not run.is_reference and found.told != "unknown":
-        figures["speed"] = SpeedOf(found.told, found.told_ratio, found.is_about)
+        figures["speed"] = shown_speed(found)
     if result.is_forward and not run.is_reference and error is not None:
         # integers and booleans have no relative error: a sentence says how many differ
         text = ""

@@ -56,6 +56,8 @@ class Latency(Struct, frozen=True, kw_only=True):
     """Milliseconds to launch a call on an idle accelerator; ``None`` on a CPU, or not measured."""
     device_ms: float | None = None
     """Milliseconds the accelerator takes at most for a call; ``None`` as :attr:`host_ms`."""
+    device_speedup: Speedup | None = None
+    """How many times as fast as fp32 the accelerator is, if it need not wait for the host."""
 
 
 class TimingConditions(Struct, frozen=True, kw_only=True):

@@ -232,6 +232,8 @@ def _speed(against_fp32: Speed, run: Run) -> Sentence:
         return plain("it is about as fast as fp32")
     if against_fp32.told != "noisy":
         return plain("it was not timed")
+    if against_fp32.on_gpu is not None:
+        return say("the GPU needs {part:figure} of fp32's time", part=1 / against_fp32.on_gpu)
     what = "its times varied too much"
     if ratio is not None and math.isinf(high):
         what = "its calls are too short"

@@ -138,9 +138,9 @@ class RoundSchedule:
             if speedup is not None and in_rounds(speedup).told == "noisy":
                 untold.append(row)
         if untold and (self._patient or self.number < ENOUGH):
-            # Where a row and fp32 wait for the host, more rounds would only time that.
+            # Where a row and fp32 wait for the host, more than enough rounds would only time that.
             waiting = all(waits_for_host(latency_of_rounds(self._rounds(row))) for row in (0, *untold))
-            times = max(times, MORE if waiting else UNTOLD)
+            times = max(times, MORE if waiting and self.number >= ENOUGH else UNTOLD)
         return self._seconds * times
 
     def note(self, turn: TurnTimed | TurnFailed) -> None:
@@ -155,7 +155,9 @@ class RoundSchedule:
         rounds = self._rounds(row)
         if not rounds:
             return None
-        return msgspec.structs.replace(latency_of_rounds(rounds), speedup=self._compared(row, 0) if row else None)
+        if row == 0:
+            return latency_of_rounds(rounds)
+        return msgspec.structs.replace(latency_of_rounds(rounds, self._rounds(0)), speedup=self._compared(row, 0))
 
     def slower_than(self, row: int) -> list[int]:
         """The rows that are told to be faster than ``row``, but fp32."""

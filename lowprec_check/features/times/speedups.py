@@ -57,7 +57,19 @@ def latency_of_rounds(mine: Rounds, fp32: Rounds | None = None) -> Latency:
         speedup=speedup_in_rounds(mine, fp32) if fp32 is not None else None,
         host_ms=host,
         device_ms=device,
+        device_speedup=_device_speedup(mine, fp32) if fp32 is not None else None,
     )
+
+
+def _device_speedup(mine: Rounds, fp32: Rounds) -> Speedup | None:
+    ratios = []
+    for number, turn in mine.items():
+        launched, of_fp32 = turn.launched, None
+        if number in fp32:
+            of_fp32 = fp32[number].launched
+        if launched is not None and of_fp32 is not None and launched[1] > 0:
+            ratios.append(of_fp32[1] / launched[1])
+    return speedup_of(ratios) if ratios else None
 
 
 def rather_on_one_core(mine: Rounds, fp32: Rounds) -> bool:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lowprec_check.analysis.run_summary import reference_of
-from lowprec_check.analysis.speed import CHANGED, cores_were_used, failure_while_timed, in_turns, launch_bound, speed
+from lowprec_check.analysis.speed import (
+    CHANGED,
+    cores_were_used,
+    failure_while_timed,
+    in_turns,
+    launch_bound,
+    speed,
+    told_on_device,
+)
 from lowprec_check.analysis.statements.kinds import Made, Said, per_run, per_scan
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import chained, plain, say, say_if
@@ -25,10 +33,12 @@ def launched_too_slowly(run: Run, result: ScanResult) -> Made:
     """A run whose accelerator waits for the host, so that 16 bits cannot make it faster."""
     if run.latency is None or not launch_bound(run):
         return None
-    hint = "faster kernels hardly help; CUDA graphs, torch.compile or a larger batch do"
-    words = f"launch-bound: {{host:ms}} of {{call:ms}} on the host, {{device:ms}} on the device: {hint}"
-    call, host, device = run.latency.median_ms, run.latency.host_ms or 0.0, run.latency.device_ms or 0.0
-    return Said(say(words, host=min(host, call), call=call, device=device), "warn")
+    hint = "your Python limits it: use CUDA graphs, torch.compile or a larger batch"
+    ratio = told_on_device(run.latency)
+    if ratio is not None:
+        return Said(say(f"the GPU needs {{part:figure}} of fp32's time, {hint}", part=1 / ratio), "warn")
+    call, device = run.latency.median_ms, run.latency.device_ms or 0.0
+    return Said(say(f"the GPU needs {{device:ms}} of a call of {{call:ms}}, {hint}", device=device, call=call), "warn")
 
 
 @per_scan("rounds", "times", after="not-called")
@@ -114,8 +124,13 @@ def noisy(run: Run, result: ScanResult) -> Made:
     """A run whose speed cannot be told."""
     if run.status == "skipped" or run.is_reference or run.latency is None or speed(run, result.runs).told != "noisy":
         return None
-    if one_call(run, result) is not None:  # which says why
+    # These say why, or what can be told.
+    if one_call(run, result) is not None or launched_too_slowly(run, result) is not None:
         return None
+    on_gpu = speed(run, result.runs).on_gpu
+    if on_gpu is not None:
+        told = "the GPU needs {part:figure} of fp32's time; whole calls varied too much to compare them"
+        return Said(say(told, part=1 / on_gpu), "warn")
     is_once = run.latency.speedup is not None and run.latency.speedup.rounds == 1
     why = "it was compared in one round only" if is_once else "calls are too short, or varied too much"
     return Said(say("speed cannot be told: {why:text}", why=why), "warn")
