@@ -18,7 +18,7 @@ LINE_SECONDS = 30.0
 
 
 class Progress:
-    """What goes on, as one line: which run of how many, its step, the time so far and left."""
+    """What goes on, as one line: which run of how many, its step, the time so far."""
 
     def __init__(
         self,
@@ -32,8 +32,6 @@ class Progress:
         self._show, self._show_rows, self._keep = show, show_rows, keep
         self._started = system.monotonic()
         self._done, self._total = 0, 0
-        self._done_after: list[float] = []
-        """Seconds after which each run was done."""
 
     def step(self, run: str, doing: str) -> None:
         """A run has reached a step."""
@@ -47,20 +45,13 @@ class Progress:
     def done(self, result: ScanResult, total: int) -> None:
         """A run of ``total`` has finished; ``result`` has those so far."""
         self._done, self._total = len(result.runs), total
-        self._done_after.append(system.monotonic() - self._started)
         self._show_rows(result)
 
     def line(self, run: str, doing: str, elapsed: float) -> str:
-        """``run 3 of 5 · half · plain run · 0:14, about 0:20 left``; seconds ``elapsed``."""
+        """``run 3 of 5 · half · plain run · 0:14``; seconds ``elapsed``."""
         now = f"{run} · {doing} · {_clock(elapsed)}"
         if self._done >= self._total:
             return now
-        # The runs in lower precision so far tell how long another takes; fp32, the first, does not.
-        if len(self._done_after) > 1:
-            first, *_, last = self._done_after
-            run_seconds = (last - first) / (len(self._done_after) - 1)
-            left = last + run_seconds * (self._total - self._done) - elapsed
-            now += f", about {_clock(max(0.0, left))} left"
         return f"run {self._done + 1} of {self._total} · {now}"
 
 

@@ -56,7 +56,7 @@ class Launcher:
         # One measurement may be of a process that lacks a core.
         idle_limit = math.inf
         if self.forks and self.forks_may_wait:
-            idle_limit = max(2 * Activity.SECONDS, min(IDLE_SECONDS, task.budget / 2))
+            idle_limit = idle_limit_of(task)
         outcome = None
         if self.isolation == "fork":
             outcome = self.side_by_side.outcome(task, idle_limit)
@@ -109,6 +109,11 @@ class Launcher:
             self.isolation = "spawn"
 
 
+def idle_limit_of(task: ModelTask) -> float:
+    """Seconds without use of the processor after which a worker may wait for something."""
+    return max(2 * Activity.SECONDS, min(IDLE_SECONDS, task.budget / 2))
+
+
 # -- Why a task is done again: what ended it may have been something else
 #
 # Each gets the task, how it ended, and a function that does a task again, with the retries
@@ -144,7 +149,11 @@ def _after_a_fork_that_waited(launcher: Launcher, task: ModelTask, outcome: Outc
         launcher.forks_may_wait = False
         return again(task)
     launcher.side_by_side.finish()  # others would disturb its time
-    outcome = execute(task, launcher.source, "spawn")
+    outcome = execute(task, launcher.source, "spawn", idle_limit=idle_limit_of(task))
+    # The model itself waits: it sleeps, or another program works for it.
+    if outcome.ended == "idle":
+        launcher.forks_may_wait = False
+        return again(task)
     if outcome.ended in ("timeout", "stuck"):  # it was not because of the fork
         launcher.forks_may_wait = False
     else:

@@ -63,6 +63,8 @@ class Mode:
     """Whether every run writes to parameters."""
     ignored: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Options without effect, and why: settings of a project may ask for them in every scan."""
+    limits_calls: ClassVar[bool] = True
+    """Whether a model with long calls is called less often."""
     has_backends: ClassVar[bool] = True
     """Whether other backends than eager mode run."""
 
@@ -132,7 +134,10 @@ class Mode:
     def run(self, task: RunTask, target: Target, report: Reporter) -> None:
         """The plain part of a run, and the instrumented part."""
         outputs = self.plain(task, target, report)
-        if task.instrumented:
+        # Of a model with long calls, fp32 is not worth another one.
+        if task.is_reference and report.so_far.seconds > task.slow_seconds:
+            report.add(complete=True)
+        elif task.instrumented:
             explain(task, target, report, outputs)
 
     def plain(self, task: RunTask, target: Target, report: Reporter) -> list[Tensor] | None:

@@ -196,7 +196,7 @@ class PlainPart:
             again = self._measure_memory()
         if not task.saves_reference:
             return
-        if task.mode.repeats_fp32:
+        if task.mode.repeats_fp32 and not self.too_slow:
             if again is None:
                 self.rewind()
                 again, _ = run_once(*self._call, task.seed)

@@ -15,19 +15,21 @@ from torch import Tensor
 
 from lowprec_check.core.feature_hooks import TimedRuns, features
 from lowprec_check.core.launcher import OF_REFERENCE, Launcher
+from lowprec_check.core.long_calls import LongCalls
 from lowprec_check.core.memory_limits import check_weights_fit, why_too_large
 from lowprec_check.core.mode import Mode, mode_of
 from lowprec_check.core.outcome import compared_with, explained_by, finished
 from lowprec_check.core.plain_part import Fp32Outputs
 from lowprec_check.core.reference_errors import check_reference
-from lowprec_check.core.tasks import ModelTask, RunTask, TaskFiles, open_task_files
+from lowprec_check.core.tasks import LONG_CALL, ModelTask, RunTask, TaskFiles, open_task_files
 from lowprec_check.engine.model.prepared import format_problem
 from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.model.target_source import TargetSource
+from lowprec_check.engine.model.target_spec import NOTICE
 from lowprec_check.errors import UsageError
-from lowprec_check.process import Isolation
+from lowprec_check.process import Isolation, system
 from lowprec_check.schema.axes import BACKENDS
-from lowprec_check.schema.measures import Errors
+from lowprec_check.schema.measures import Errors, TimingConditions
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.precisions import FP16, PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE, MemoryFormat, RunKey
@@ -94,6 +96,9 @@ class TargetRuns:
         """The time of fp32 here, which limits are derived from."""
         self._self_error = 0.0
         self._first_seconds = 0.0
+        self._started = system.monotonic()
+        self.long_calls: LongCalls | None = None
+        """What the runs may take, if calls are long."""
         self._drew: dict[RunKey, bool | None] = {}
         """Whether a run without modules kept in fp32 drew random numbers; ``None``: unknown."""
         self._ablations: dict[tuple[RunKey, frozenset[str], frozenset[str]], Run] = {}
@@ -194,6 +199,8 @@ class TargetRuns:
     @property
     def budget(self) -> float:
         """Seconds for each part of a run."""
+        if self.long_calls is not None:
+            return self.options.budget or self.long_calls.plain_seconds
         calls = BUDGET_RATIO * (self._fp32_ms or 0.0) / 1e3
         return self.options.budget or max(BUDGET, calls, FIRST_CALLS * self._first_seconds)
 
@@ -212,6 +219,10 @@ class TargetRuns:
 
     def in_order(self, keys: Sequence[RunKey]) -> list[RunKey]:
         """``keys`` in the order to run them: slow ones last, which may run side by side."""
+        fp32_seconds = (self._fp32_ms or 0.0) / 1e3
+        if self.mode.limits_calls and fp32_seconds > LONG_CALL:
+            self.long_calls = LongCalls(self._started, fp32_seconds, len(keys))
+            self.launcher.source.report(NOTICE, self.long_calls.notice)
         one_by_one = self.launcher.hidden_state or self.options.scenario is not None or self.options.batches > 1
         if self.mode.runs_side_by_side and not one_by_one and self._template.device == "cpu":
             slow = [key for key in keys if key.backend == EAGER and self.is_slow(key.precision)]
@@ -241,6 +252,9 @@ class TargetRuns:
             ablation = (key, frozenset(keep_fp32), frozenset(keep_fp32_inputs))
         if ablation in self._ablations:
             return self._ablations[ablation]
+        why_ended = None
+        if self.long_calls is not None and measured and not kept:
+            why_ended = self.long_calls.begin_run()
         task = self._usual_task(
             key,
             keep_fp32=keep_fp32,
@@ -248,7 +262,7 @@ class TargetRuns:
             measured=measured,
             errors=errors or self.options.errors,
         )
-        reason = self._why_skipped(task.key)
+        reason = self._why_skipped(task.key) or why_ended
         if reason is not None:
             return skipped(task.key, reason, task.evidence)
         # The eager run of the same precision and memory format explains one on another backend.
@@ -283,7 +297,11 @@ class TargetRuns:
             if timed is not None:
                 return timed
         # Those of plain parts are not fit for a comparison.
-        return TimedRuns([msgspec.structs.replace(run, latency_ms=None) for run in (self.fp32, *runs)], None)
+        without, conditions = [msgspec.structs.replace(run, latency_ms=None) for run in (self.fp32, *runs)], None
+        if self.mode.evidence == "measured":
+            reason = "times are off" if self.mode.has_times else f"what is {self.mode.name} has no times"
+            conditions = TimingConditions(reason=reason)
+        return TimedRuns(without, conditions)
 
     @property
     def has_times(self) -> bool:
@@ -355,6 +373,11 @@ class TargetRuns:
             changes_parameters=self.launcher.changes_parameters or self.mode.changes_parameters,
             accelerated=not self.is_slow(precision),
         )
+        if self.long_calls is not None:
+            explain_budget = self.options.budget or self.long_calls.explain_seconds
+            task = dataclasses.replace(task, budget_error=False, explain_budget=explain_budget)
+            if changes.get("errors") == "both":
+                changes["errors"] = "accumulated"
         return self.mode.adjusted(dataclasses.replace(task, **changes))
 
 

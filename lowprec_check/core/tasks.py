@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 OP_SECONDS = 1.0
 """An op may take so long, or as long as two fp32 forwards, before it is taken to be too slow."""
+LONG_CALL = 10.0
+"""Seconds of a call that is made once, plain, and once op by op."""
 HOPELESS_RATIO, HOPELESS_SECONDS = 20.0, 0.25
 """Times as long as fp32, and seconds, that end the calls in a format that is not accelerated."""
 
@@ -178,9 +180,10 @@ class ModelTask:
     @property
     def slow_seconds(self) -> float:
         """Longer calls are not repeated: an eighth of the budget, or ten fp32 calls, plus setup."""
+        most = LONG_CALL if self.mode.limits_calls else math.inf
         if self.fp32_ms is None:
-            return math.inf
-        return self.fp32_setup + max(self.budget / 8, 10 * self.fp32_ms / 1e3)
+            return most
+        return self.fp32_setup + min(most, max(self.budget / 8, 10 * self.fp32_ms / 1e3))
 
     @property
     def hopeless_seconds(self) -> float:

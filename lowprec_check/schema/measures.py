@@ -66,7 +66,11 @@ class TimingConditions(Struct, frozen=True, kw_only=True):
     waited: float | None = None
     """Share of the time that the model's threads waited for a core; ``None`` if unknown."""
     speed_change: float | None = None
-    """The largest ratio (above 1) of the processor's speed in two rounds, by a piece of work."""
+    """Ratio (above 1) of the processor's speed in two turns, a quarter of all from either end, by
+    a piece of work; ``None`` if these are too few.
+    """
+    reason: str | None = None
+    """Why times were not taken, or not compared in rounds; ``None`` if they were."""
 
 
 class Timing(Struct, frozen=True, kw_only=True):

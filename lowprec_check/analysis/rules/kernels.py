@@ -327,8 +327,9 @@ def slow_kernel(result: ScanResult) -> Iterator[Finding]:
     eager = [run for run in low_runs(result) if run.is_low and (run.is_eager or run.latency_ms is not None)]
     # Where the scan does not know whether other programs used the cores, they may have.
     is_off = result.options.get("times") == "off"
-    is_unknown = result.timing_conditions is None and (not result.complete or is_off)
-    shortest = WAIT_MS if is_unknown or cores_were_used(result.timing_conditions) else SHORT_MS
+    conditions = result.timing_conditions
+    is_unknown = (conditions is None and not result.complete) or is_off
+    shortest = WAIT_MS if is_unknown or cores_were_used(conditions) else SHORT_MS
     slow = [(run, _slow_ops(run, shortest)) for run in eager]
     # The same for ops with a call that was ended for taking too long, if fp32 was timed.
     reference = reference_of(result.runs)

@@ -38,6 +38,7 @@ class StandIn(Mode):
     fails = "is predicted to fail"
     evidence = "predicted"
     has_times = False
+    limits_calls = False
     has_backends = False
 
     def refuse(self, options: ScanOptions) -> None:

@@ -55,6 +55,7 @@ class Streaming(Mode):
     name = "streamed"
     ignored = MappingProxyType({"further_inputs": "each further input would read all weights again"})
     has_times = False
+    limits_calls = False
     repeats_fp32 = False
     runs_side_by_side = False
     has_backends = False

@@ -80,6 +80,8 @@ ROUNDS_SECONDS = 1.5
 """How long rounds are repeated."""
 FINAL = 3.0
 """Times the usual seconds that the rounds take which decide between the fastest runs."""
+LEAST_WORK = 8
+"""Turns that show whether the processor's clock changes."""
 UNTOLD = 10.0
 """Times as long for the first :data:`ENOUGH` rounds, where a ratio is unclear without them."""
 
@@ -181,6 +183,15 @@ class RoundSchedule:
         }
 
     @property
+    def row_after_last(self) -> int:
+        """The row whose turn came after the last one that was noted."""
+        number = max((number for turns in self.turns for number in turns), default=0)
+        rows = [row for row in range(len(self.turns)) if row not in self.failures]
+        order = rows if number % 2 == 0 else rows[::-1]
+        left = [row for row in order if number not in self.turns[row] and not self._is_settled(row)]
+        return left[0] if left else order[-1]
+
+    @property
     def is_disturbed(self) -> bool:
         """Whether other programs used the cores in any turn since the last round began."""
         return any(turn.is_disturbed for row in self.turns for turn in row.values() if turn.round >= self.number - 1)
@@ -192,7 +203,7 @@ class RoundSchedule:
         work = sorted(turn.fixed_work for turn in turns)
         return TimingConditions(
             waited=statistics.fmean(waited) if waited else None,
-            speed_change=work[-1 - len(work) // 10] / work[len(work) // 10] if work else None,
+            speed_change=_change_of_clock(work),
         )
 
     def _is_settled(self, row: int) -> bool:
@@ -229,6 +240,13 @@ class RoundSchedule:
         if row == best:
             return all(map(is_settled, self._rivals(best)))
         return is_settled(row)
+
+
+def _change_of_clock(work: Sequence[float]) -> float | None:
+    """From sorted seconds of the same work; after a long wait, or beside others, a few are long."""
+    if len(work) < LEAST_WORK:
+        return None
+    return work[-1 - len(work) // 4] / work[len(work) // 4]
 
 
 def _is_slower(ratio: Speedup) -> bool:

@@ -50,7 +50,10 @@ def rounds(result: ScanResult) -> Iterator[Made]:
     speedups = (run.latency.speedup for run in result.runs if run.latency)
     counts = [speedup.rounds for speedup in speedups if speedup and speedup.rounds]
     if not counts:
-        if reference.latency_ms is not None:
+        conditions = result.timing_conditions
+        if conditions is not None and conditions.reason is not None and reference.latency_ms is not None:
+            yield plain(f"times were not compared in rounds: {conditions.reason}")
+        elif reference.latency_ms is not None:
             yield plain("times were not compared in rounds")
         elif reference.timing is not None:
             yield plain(f"times were taken in the {reference.timing.scenario} scenario only")

@@ -28,7 +28,7 @@ from lowprec_check.errors import UsageError
 from lowprec_check.features.times import rounds
 from lowprec_check.features.times.instance_times import INSTANCE_SECONDS, InstanceTask
 from lowprec_check.features.times.rounds import LONG_SECONDS, NextTurn, RoundSchedule, TurnFailed, Turns, TurnTimed
-from lowprec_check.features.times.speedups import ONE_CALL, latency_outside_rounds
+from lowprec_check.features.times.speedups import FEW, ONE_CALL, latency_outside_rounds
 from lowprec_check.features.times.turns import TimeTask, TurnsTask
 from lowprec_check.process.function_worker import Ended, Method
 from lowprec_check.process.supervisor import StateEvent, Supervisor
@@ -41,6 +41,10 @@ from lowprec_check.torchkit.pytree import leaves
 
 SLOW_SECONDS, SLOW_RATIO = 5.0, 10.0
 """Runs with longer calls, and so many times slower than fp32, are not called again to time them."""
+MOST_SECONDS = 120.0
+"""How long the fewest rounds over all runs may take."""
+MOST_AGAIN_SECONDS = 20.0
+"""How long one round may take of those that decide between the fastest runs."""
 AT_ONCE = 5
 """Runs timed beside fp32 in the same rounds."""
 MEMORY = 0.25
@@ -50,6 +54,10 @@ MEMORY = 0.25
 def time_runs(fp32: Run, runs: Sequence[Run], task_of: Callable[[Run], ModelTask], launcher: Launcher) -> TimedRuns:
     """``fp32`` and ``runs`` with times in rounds; the others keep the time of their plain part."""
     timed = [run for run in runs if _is_timed(run, fp32, accelerated=task_of(run).accelerated)]
+    seconds_of_a_round = sum((run.latency_ms or 0.0) / 1e3 for run in (fp32, *timed))
+    if FEW * seconds_of_a_round > MOST_SECONDS:
+        reason = f"{FEW} rounds would take {FEW * seconds_of_a_round / 60:.0f} minutes"
+        return TimedRuns(_outside_rounds((fp32, *runs), {}, {}), TimingConditions(reason=reason))
     latencies: dict[RunKey, Latency] = {}
     failures: dict[RunKey, str] = {}
     conditions: list[TimingConditions] = []
@@ -80,32 +88,39 @@ def time_runs(fp32: Run, runs: Sequence[Run], task_of: Callable[[Run], ModelTask
         for start in range(0, max(1, len(timed)), AT_ONCE):
             take([fp32, *timed[start : start + AT_ONCE]])
     rivals = _rivals(timed, latencies)
-    if rivals and rounds.ROUNDS_SECONDS:
+    if rivals and rounds.ROUNDS_SECONDS and seconds_of_a_round <= MOST_AGAIN_SECONDS:
         take([fp32, *rivals], final=True)
 
-    # Those outside of rounds are compared with fp32 in rounds, unless they failed there.
-    failed = {run.key for run in timed}.difference(latencies)
-    for run in runs if conditions else (fp32, *runs):
-        if run.latency_ms is not None and run.key not in latencies:
-            reference = None if run.key in failed else latencies.get(fp32.key)
+    failures |= {run.key: failures.get(run.key, "") for run in timed if run.key not in latencies}
+    return TimedRuns(_outside_rounds((fp32, *runs), latencies, failures), _worst(conditions))
+
+
+def _outside_rounds(runs: Sequence[Run], latencies: dict[RunKey, Latency], failures: Mapping[RunKey, str]) -> list[Run]:
+    """``runs``, fp32 first, with times: those outside of rounds are compared with fp32's, unless
+    they failed there.
+    """
+    fp32 = runs[0].key
+    for run in runs:
+        fp32_failed = run.is_reference and run.key in failures
+        if run.latency_ms is not None and run.key not in latencies and not fp32_failed:
+            reference = None if run.key in failures else latencies.get(fp32)
             latencies[run.key] = latency_outside_rounds(run.latency_ms / 1e3, reference)
-    answers = [_with_latency(run, latencies.get(run.key), failures.get(run.key)) for run in (fp32, *runs)]
-    return TimedRuns(answers, _worst(conditions))
+    return [_with_latency(run, latencies.get(run.key), failures.get(run.key)) for run in runs]
 
 
 def _with_latency(run: Run, latency: Latency | None, failure: str | None) -> Run:
     """``run`` with its times, and a note on its ``failure``, as far as there are any."""
-    if failure is not None:
+    if failure:
         run = msgspec.structs.replace(run, notes=[*run.notes, FAILED_WHILE_TIMED + failure])
     if latency is not None:
         run = msgspec.structs.replace(run, latency=latency, latency_ms=latency.median_ms)
     return run
 
 
-def _worst(conditions: Sequence[TimingConditions]) -> TimingConditions | None:
-    """The worst conditions of all groups; ``None`` if nothing was timed in rounds."""
+def _worst(conditions: Sequence[TimingConditions]) -> TimingConditions:
+    """The worst conditions of all groups, or why nothing was timed in rounds."""
     if not conditions:
-        return None
+        return TimingConditions(reason="no run is fast enough to be called again")
     waited = [group.waited for group in conditions if group.waited is not None]
     changes = [group.speed_change for group in conditions if group.speed_change is not None]
     return TimingConditions(waited=max(waited, default=None), speed_change=max(changes, default=None))
@@ -153,6 +168,9 @@ def _copies_fit(tasks: Sequence[ModelTask], source: TargetSource) -> bool:
 
 # -- The rounds
 
+ENDED, TOO_LONG = "its process ended", "a turn took longer than the time budget"
+"""Why a row has no more turns."""
+
 
 def time_in_rounds(
     tasks: Sequence[ModelTask],
@@ -172,8 +190,11 @@ def time_in_rounds(
         budget = 3 * max(task.call_budget for task in tasks)
         runs = tuple(tasks)
         task = tasks[0].as_task(TimeTask, runs=runs, final=final, earlier=earlier, budget=budget, setup_budget=0.0)
-        for answer in launcher.do(task).answers:
+        outcome = launcher.do(task)
+        for answer in outcome.answers:
             schedule.note(answer.read(TurnTimed | TurnFailed))  # type: ignore[arg-type]
+        if outcome.ended != "done":
+            schedule.note(TurnFailed(schedule.row_after_last, outcome.reason or TOO_LONG))
     return schedule
 
 
@@ -220,7 +241,7 @@ class _Forks:
             sender = self._workers.index(event.worker)
             if isinstance(event, StateEvent):
                 if event.state != "running":
-                    failures.setdefault(sender, "its process ended")
+                    failures.setdefault(sender, ENDED if event.state == "ended" else TOO_LONG)
             elif isinstance(event.message, Ended):
                 if event.message.message is None:
                     event.message.check()

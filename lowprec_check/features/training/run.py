@@ -52,6 +52,7 @@ class Training(Mode):
     doing = "training"
     ignored = MappingProxyType({"further_inputs": "steps take new batches by themselves"})
     is_forward = False
+    limits_calls = False
     runs_side_by_side = False
     changes_parameters = True
     has_backends = False
