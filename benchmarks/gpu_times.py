@@ -228,8 +228,9 @@ def render(data: dict[str, Any]) -> str:
     devices = sum(near(row["GPU"], row["by graphs"]) for row in with_graph)
     untold = [row["model"] for row in rows if row["told"] == "noisy" and not row["GPU told"]]
     lines += [
-        f"{len(rows)} models, {len(bound)} of them limited by the host in bfloat16. Ratios within 5 %: of calls {calls}",
-        f"of {len(rows)}, of the GPU alone {devices} of {len(with_graph)}. Neither told: {', '.join(untold) or 'none'}.",
+        f"{len(rows)} models, {len(bound)} of them limited by the host in bfloat16. Ratios within 5 %:",
+        f"of calls {calls} of {len(rows)}, of the GPU alone {devices} of {len(with_graph)}.",
+        f"Neither told: {', '.join(untold) or 'none'}.",
         "",
         tabulate(rows, "keys", tablefmt="github", floatfmt=".3f"),
         "",

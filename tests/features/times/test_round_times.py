@@ -279,6 +279,17 @@ def test_a_processor_that_changes_its_speed_is_noticed() -> None:
     assert schedule.conditions().waited is None
 
 
+def test_a_few_turns_after_a_long_wait_are_no_change_of_the_clock() -> None:
+    """A model that slept for a minute: the first work after it took 12 times as long."""
+    for turns_of_a_run, change in ((3, None), (12, pytest.approx(1.0))):
+        schedule = RoundSchedule(2, seconds=60)
+        for number in range(turns_of_a_run):
+            for row in range(2):
+                work = 12e-3 if number == 1 else 1e-3
+                schedule.note(msgspec.structs.replace(turn(row, number, 60.0), fixed_work=work))
+        assert schedule.conditions().speed_change == change
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10_000), st.floats(0.3, 3.0))
 def test_the_ratio_survives_a_machine_that_changes_its_speed(seed: int, factor: float) -> None:

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import pytest
 import torch
@@ -20,14 +20,19 @@ from user_files import NET
 from lowprec_check import Backend, Run, ScanResult, scan
 from lowprec_check.core import target_runs
 from lowprec_check.core.feature_hooks import TimedRuns
+from lowprec_check.core.launcher import Launcher
 from lowprec_check.core.machine import Machine
+from lowprec_check.core.messages import TaskAnswer
 from lowprec_check.core.mode import Mode
+from lowprec_check.core.outcome import Outcome
 from lowprec_check.core.target_runs import open_runs
 from lowprec_check.core.tasks import ModelTask
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.model.target_source import TargetSource
 from lowprec_check.features.times import rounds, timed_runs, turns
+from lowprec_check.features.times.rounds import TurnTimed
 from lowprec_check.process import Isolation, system
+from lowprec_check.schema.measures import TimingConditions
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.torchkit.compiled import compiled_frames, own_compiled_code
 
@@ -208,6 +213,35 @@ def test_a_run_that_is_much_slower_is_not_called_again(tmp_path: Path, monkeypat
     assert half.latency_ms == runs[0].latency_ms
 
 
+def test_rounds_that_would_take_too_long_are_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timed_runs, "MOST_SECONDS", 0.0)
+    model = Counts(tmp_path / "calls")
+    runs, found = timed(model, torch.randn(4, 8), "half")
+    assert (tmp_path / "calls").read_text(encoding="ascii").split().count("float16") == runs[0].calls + 1  # for memory
+    assert found.conditions is not None
+    assert found.conditions.reason == "3 rounds would take 0 minutes"
+    assert [run.latency.speedup.rounds for run in found.runs[1:] if run.latency and run.latency.speedup] == [0]
+
+
+@pytest.mark.parametrize(("ended", "reason"), [("crashed", "signal 9"), ("timeout", None)])
+def test_a_process_that_times_all_runs_and_ends_early_says_which_turn_it_was_in(
+    ended: Any, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first round of fp32 and half was noted, and then that of half, which comes first in the second."""
+    answers = [
+        TaskAnswer.of(TurnTimed(row=row, round=number, seconds=[1.0], waited=None, fixed_work=1e-3))
+        for row, number in ((0, 0), (1, 0), (1, 1))
+    ]
+    outcome = Outcome(ended=ended, reason=reason, answers=answers)
+    source = TargetSource(make_target(nn.Linear(8, 8), torch.randn(2, 8)))
+    launcher = Launcher(source, "shared")
+    monkeypatch.setattr(launcher, "do", lambda task: outcome)
+    tasks = [ModelTask(precision=name, device="cpu", mode=Mode(), files=cast("Any", None)) for name in ("fp32", "half")]
+    schedule = timed_runs.time_in_rounds(tasks, launcher, in_forks=False)
+    assert schedule.failures == {0: reason or "a turn took longer than the time budget"}
+    assert schedule.latency(1) is not None
+
+
 def test_runs_that_gave_no_output_are_not_timed(tmp_path: Path) -> None:
     model = Counts(tmp_path / "calls", fails_after=0)
     _, found = timed(model, torch.randn(4, 8), "half", "bfloat16")
@@ -288,7 +322,8 @@ def test_long_calls_of_fp32_with_nothing_beside_them_are_not_repeated(
     [fp32] = found.runs
     calls = (tmp_path / "calls").read_text(encoding="ascii").split()
     assert calls.count("float32") == fp32.calls + 2  # for memory, and op by op
-    assert found.conditions is None
+    assert found.conditions is not None
+    assert found.conditions.reason == "no run is fast enough to be called again"
     assert fp32.latency is not None
     assert (fp32.latency.median_ms, fp32.latency.samples) == (fp32.latency_ms, 1)
 
@@ -299,7 +334,7 @@ def test_a_scan_without_times_has_none(call: Any, tmp_path: Path) -> None:
     result = call("scan", "model.py", *options, folder=tmp_path)
     assert " ms" not in result.stdout
     saved = ScanResult.load(tmp_path / "scan.json")
-    assert saved.timing_conditions is None
+    assert saved.timing_conditions == TimingConditions(reason="times are off")
     assert all(run.latency_ms is None for run in saved.runs)
     assert saved.recommendation is not None
     assert "fast" not in saved.recommendation.reason
