@@ -262,20 +262,21 @@ class _Segment(NamedTuple):
 
 
 def error_along(runs: Sequence[Run]) -> Chart | None:
-    """The error of each op's result in each run, in the order of execution; ``None`` if there are
-    fewer than three.
+    """The error of each op's result in each run, in the order of execution; ``None`` if no run has
+    three.
     """
     rows_of = {run.key: _calls_by_place(run) for run in runs}
-    measured = [run for run in runs if sum(bool(row.accumulated_error) for _, row in rows_of[run.key]) >= 3]
-    if not measured:
+    counts = {run.key: sum(bool(row.accumulated_error) for _, row in rows_of[run.key]) for run in runs}
+    if max(counts.values(), default=0) < 3:
         return None
+    measured = [run for run in runs if counts[run.key] or any(row.gives_nonfinite for _, row in rows_of[run.key])]
     drawn = measured[: len(_LINES)]
     places = _places([[place for place, _ in rows_of[run.key]] for run in drawn])
     number_of = {place: number for number, place in enumerate(places)}
     lines = {run.key: [(number_of[place], row) for place, row in rows_of[run.key]] for run in drawn}
     name = "The error of each op's result against fp32, in the order of execution; a tooltip names the op."
-    if len(drawn) < len(runs):
-        name += f" {len(drawn)} of {len(runs)} runs are drawn."
+    if len(drawn) < len(measured):
+        name += f" {len(drawn)} of {len(measured)} runs are drawn."
     casts = {label(run): error for run in drawn if (error := _worst_cast(run))}
     if casts:
         worst = max(casts, key=casts.__getitem__)

@@ -497,6 +497,22 @@ def test_one_chart_has_a_line_for_each_precision_over_the_same_modules() -> None
     assert "Casts of weights are left out: their error is at most 9.0e-01 (autocast-fp16)" in chart.name
 
 
+def test_a_run_that_overflows_at_once_is_drawn_too() -> None:
+    healthy = [OpCall("aten.mm.default", accumulated_error=1e-3)] * 4
+    runs = [run("bfloat16", "ok", 1e-3, op_calls=to_columns(healthy))]
+    runs.append(run("half", "nonfinite", op_calls=to_columns([OpCall("aten.mm.default", introduced_inf=3)])))
+    found = svg(charts.error_along(runs))
+    assert {"bfloat16", "half", "✕", "✕ Inf or NaN"} <= {one.text for one in found.iter("text")}
+    assert charts.error_along(runs[1:]) is None
+
+
+def test_a_tree_scrolls_on_a_phone_and_other_tables_become_cards() -> None:
+    columns = [Column("a"), Column("b", "number"), Column("c", "number")]
+    for depth in (0, 1):
+        page = html(Document("t", [Table(columns, [Row(["x", 1, 2]), Row(["y", 1, 2], depth=depth)])]))
+        assert ('<table class="cards">' in page) == (depth == 0)
+
+
 @pytest.mark.parametrize("narrow", [False, True])
 @given(st.lists(st.tuples(st.sampled_from([*MODULES, "a" * 40, "ab.c.d"]), st.integers(1, 9)), min_size=1, max_size=9))
 def test_names_below_the_error_along_the_model_do_not_overlap(narrow: bool, stretches: list[tuple[str, int]]) -> None:

@@ -39,7 +39,8 @@ from lowprec_check.schema.statements import limit_figure
 
 _HERE = Path(__file__).parent
 _CARDS = 40
-"""Rows up to which a table becomes cards on a phone; a longer one scrolls in its own box."""
+"""Rows up to which a table becomes cards on a phone; a longer one, and a tree, scrolls in its own
+box."""
 _SHORT = 30
 """Letters of a run's name that stay on one line."""
 _FEW = 5
@@ -171,7 +172,8 @@ class _Page:
     def _table(self, block: Table) -> Markup:
         if not block.rows:
             return Markup()
-        cards = len(block.rows) <= _CARDS and len(block.columns) > 2
+        is_tree = any(row.depth for row in block.rows)
+        cards = len(block.rows) <= _CARDS and len(block.columns) > 2 and not is_tree
         # what a column means is on its head, and below the table for those who cannot hover
         heads, meanings = [], dict[str, list[str]]()
         for index, column in enumerate(block.columns):
@@ -182,7 +184,7 @@ class _Page:
                 hint = Markup(' title="{}"').format(column.meaning)
                 meanings.setdefault(column.meaning, []).append(name)
             heads.append(Markup('<th scope="col"{}{}>{}</th>').format(align, hint, name))
-        rows, is_tree = list[Markup](), any(row.depth for row in block.rows)
+        rows = list[Markup]()
         for row in block.rows:
             attributes = Markup()
             if row.module is not None:
