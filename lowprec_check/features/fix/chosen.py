@@ -9,13 +9,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lowprec_check.analysis.snippet import snippet
 from lowprec_check.features.fix.scene import Site, SourceFix, compose
 from lowprec_check.features.fix.source_text import edited, lines_of
 from lowprec_check.schema.fixing import InputInFp32, Proven, SourceChange
 from lowprec_check.schema.measures import InputTrial
 from lowprec_check.schema.module_paths import number_of
 from lowprec_check.schema.plan import Plan
-from lowprec_check.schema.scan_result import Run
+from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import counted, short_op
 
 
@@ -109,11 +110,12 @@ def proven_by(before: Run, after: Run | None) -> Proven:
     )
 
 
-def proven_by_input(run: Run, trial: InputTrial) -> InputInFp32:
-    """A precision that passes with inputs in fp32."""
+def proven_by_input(run: Run, trial: InputTrial, scan: ScanResult) -> InputInFp32:
+    """A precision of a scan that passes with inputs in fp32."""
     return InputInFp32(
         precision=run.precision,
         inputs=trial.inputs,
+        code=snippet(run.key, scan.model, keep_fp32_inputs=trial.inputs, torch_version=scan.torch),
         error_before=run.distance,
         error_after=trial.rel_l2,
         tolerance=run.tolerance,

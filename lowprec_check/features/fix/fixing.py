@@ -380,7 +380,7 @@ class _Search:
             changes=changes,
             diff="".join(unified_diff(f.source.text, f.text, shown_path(path)) for path, f in patched.items()),
             proven=[proven_by(run, runs.get(run.precision)) for run in self.failing],
-            by_input=[proven_by_input(run, trial) for run, trial in self.by_input],
+            by_input=[proven_by_input(run, trial, self.scanned) for run, trial in self.by_input],
             outputs_equal=trial.outputs == self.bits.outputs if trial and self.bits.outputs else None,
             gradients_equal=trial.gradients == self.bits.gradients if trial and self.bits.gradients else None,
             left_alone=[] if passes else list(self.left_alone.values()),

@@ -603,3 +603,11 @@ def test_a_run_that_passes_with_an_input_in_fp32_needs_no_patch(call: Call, tmp_
     assert [(repair.precision, repair.inputs) for repair in found.by_input] == [("bfloat16", ["inputs[1]"])]
     assert found.by_input[0].error_after is not None
     assert found.by_input[0].error_after < 0.05 < (found.by_input[0].error_before or 1.0)
+    # The printed code, with the file's own model and inputs
+    space: dict[str, Any] = {}
+    exec(file.read_text(), space)
+    with torch.no_grad():
+        fp32 = space["model"]()(*space["inputs"])
+        exec(found.by_input[0].code, space)
+    error = float((space["output"].float() - fp32).norm() / fp32.norm())
+    assert error == pytest.approx(found.by_input[0].error_after, rel=0.05)
