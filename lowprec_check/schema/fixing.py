@@ -12,7 +12,8 @@ class SourceChange(Struct, frozen=True, kw_only=True):
     kind: str
     """``fp32``, ``constant``, ``dtype``, ``cast``, ``scale``, ``autocast``, ``custom_fwd``,
     ``buffer``; of a training script ``grad_scaler``, ``unscale``, ``autocast_cache``,
-    ``scaler_step``, ``unscale_once``, ``scaler_update``, ``scaled_loss``.
+    ``scaler_step``, ``unscale_once``, ``scaler_update``, ``scaled_loss``, ``autocast``,
+    ``switch``.
     """
     file: str
     """Relative to the current folder."""
@@ -67,6 +68,8 @@ class InputInFp32(Struct, frozen=True, kw_only=True):
     """Its name."""
     inputs: list[str]
     """The inputs, ``timestep`` or ``inputs[1]``."""
+    code: str = ""
+    """Code that runs ``model`` so, on ``inputs``."""
     error_before: float | None = None
     """rel_l2 of the output against fp32, with all inputs cast; ``None`` if it is infinite."""
     error_after: float | None = None
@@ -99,6 +102,12 @@ class ScriptProof(Struct, frozen=True, kw_only=True):
     """The same with the patch."""
     tolerance: float
     """The largest distance that passes."""
+    precision: str = ""
+    """The precision that the patch is for, if the script trains in fp32 without; else empty."""
+    command: str = ""
+    """The script's own switch for it on the command line; empty if its source is changed."""
+    losses: float | None = None
+    """With such a patch, ‖l − l₃₂‖ / ‖l₃₂‖ of the losses."""
     skipped: int = 0
     """Steps that a ``GradScaler`` skips with the patch."""
     failure: str = ""

@@ -41,6 +41,7 @@ from lowprec_check.errors import UsageError
 from lowprec_check.schema.axes import device_type
 from lowprec_check.schema.base import check_file, encode, write_file
 from lowprec_check.schema.options import OUTPUT, RUN, FixOptions, declared_in
+from lowprec_check.schema.precisions import PRECISIONS
 
 if TYPE_CHECKING:
     from lowprec_check.engine.model.target_spec import OnProgress, TargetSpec
@@ -98,7 +99,8 @@ def fix(
         of_models: dict[str, object] = {"--from": scanned, "--json": json, "--report": report}
         of_models |= {"--inputs": inputs, "--weights": weights}
         for name, _, default, declared in declared_in(FixOptions):
-            if name not in _OF_SCRIPTS:
+            is_autocast = name == "precisions" and all(map(_is_autocast, options.precisions or ()))
+            if name not in _OF_SCRIPTS and not is_autocast:
                 flags, value = declared.flags or (f"--{name.replace('_', '-')}",), getattr(options, name)
                 of_models[flags[0]] = value if declared.takes_several else value != default
         unfit = ", ".join(flag for flag, value in of_models.items() if value)
@@ -127,6 +129,10 @@ def fix(
     if not complete:
         raise typer.Exit(USAGE_ERROR)
     raise typer.Exit(FINDINGS if not fixing.passes or (check and fixing.due) else 0)
+
+
+def _is_autocast(name: str) -> bool:
+    return PRECISIONS.get(name).kind == "autocast"
 
 
 # -- What is searched

@@ -181,7 +181,7 @@ def _computed_in_fp32(site: Site, scene: Scene, top: ast.expr, *, back: bool) ->
         kind, why = "autocast", f"{why}, outside of autocast"
         torch, imports = torch_in(source)
         header = f"with {torch}.autocast({source.segment(tensor)}.device.type, enabled=False):"
-        edits += [*source.indented_under(statement, header), *imports]
+        edits += [*source.indented_under([statement], header), *imports]
         hoisted = [each for each in widened if any(map(scene.is_product, ast.walk(each))) and _is_first(source, each)]
         for node in hoisted[:1]:
             name, inner = unused_name(source, "operand"), source.segment(node)

@@ -9,7 +9,7 @@ from lowprec_check.features.fix.fix_sites import culprits, fails
 from lowprec_check.report.blocks import Block, CodeBlock, Column, Document, Heading, Row, Say, Table
 from lowprec_check.report.feature_parts import Section
 from lowprec_check.report.foreign_text import visible_text
-from lowprec_check.schema.fixing import Fixing
+from lowprec_check.schema.fixing import Fixing, ScriptProof
 from lowprec_check.schema.registry import choices
 from lowprec_check.schema.scan_result import ScanResult
 from lowprec_check.schema.statements import Statement, Tone, agree, counted, fill, say
@@ -90,6 +90,7 @@ def fix_blocks(fixing: Fixing) -> Iterator[Block]:
             for repair in fixing.by_input
         ]
         yield Table(_BY_INPUT, rows, "precisions that pass with an input in fp32")
+        yield from (CodeBlock(repair.code) for repair in fixing.by_input if repair.code)
     if fixing.changes:
         columns = [Column("line", "source"), Column("change"), Column("findings"), Column("what", "sentence")]
         rows = [
@@ -117,6 +118,8 @@ def fix_blocks(fixing: Fixing) -> Iterator[Block]:
 def _verdict(fixing: Fixing) -> tuple[str, Tone]:
     """Whether the patch is enough; for a script, where its weights end."""
     what, script = counted(len(fixing.changes), "change"), fixing.script
+    if script is not None and script.precision:
+        return _adopted(fixing, script, what), "good"
     if script is not None:
         before, after = (
             "not finite" if distance is None else say("{distance:error}", distance=distance).text
@@ -131,6 +134,9 @@ def _verdict(fixing: Fixing) -> tuple[str, Tone]:
             words = f"With {what}, {ends} {after}{skipped}; without, {without}.{tolerance}"
             return words, "good" if fixing.passes else "warn"
         # no change: either none is needed, or none helps
+        if fixing.passes and fixing.left_alone and fixing.left_alone[0].source is None:
+            none = "no switch or change was found with which it trains in low precision as in fp32"
+            return f"The script trains in fp32, and {none}.", "warn"
         if fixing.passes:
             return f"Nothing to fix: {ends} {before}.", "good"
         if script.failure:
@@ -158,11 +164,28 @@ def _verdict(fixing: Fixing) -> tuple[str, Tone]:
     return f"{nearest}: {', '.join(proof.precision for proof in failing)} still {fail}{where}.", "warn"
 
 
+def _adopted(fixing: Fixing, script: ScriptProof, what: str) -> str:
+    """With what a script that trains in fp32 trains in low precision, as its steps showed."""
+    how = f"With {what}"
+    if script.command:
+        how = f"Nothing to change in the source: run the script with {script.command}. With it"
+    words = (
+        "{how:text}, it trains in {precision:text}: after {steps:count step}, the distance of the weights from those "
+        "of fp32 is {after:error} (limit {limit:error}), that of the losses {losses:error}."
+    )
+    figures = {"steps": script.steps, "after": script.after, "limit": script.tolerance, "losses": script.losses}
+    skipped = fill(" {} skipped.", script.skipped and counted(script.skipped, "step"))
+    return say(words, how=how, precision=script.precision, **figures).text + skipped
+
+
 def _bits(fixing: Fixing) -> str:
     """What the patch does to fp32."""
     outputs, gradients = fixing.outputs_equal, fixing.gradients_equal
     if fixing.script is not None and not outputs:
-        return "In fp32, the weights differ from those without the patch: gradients are clipped once they are complete."
+        why = "gradients are clipped once they are complete"
+        if any(change.kind != "unscale_once" for change in fixing.changes):
+            why = "what was in 16 bits without autocast too is in fp32"
+        return f"In fp32, the weights differ from those without the patch: {why}."
     if fixing.script is not None:
         return "In fp32, the weights after these steps are bit for bit those without the patch."
     if outputs and gradients:

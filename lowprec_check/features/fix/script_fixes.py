@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from lowprec_check.features.fix.amp_fixes import ScalerCalls, amp_fixes
+from lowprec_check.features.fix.amp_loss_fixes import loss_fixes
 from lowprec_check.features.fix.fix_kinds import keyword
 from lowprec_check.features.fix.scene import SourceFix, torch_in, unused_name
 from lowprec_check.features.fix.script_calls import (
@@ -30,14 +31,16 @@ class Fault(NamedTuple):
     op: str
     place: ScriptPlace
     found: tuple[SourceText, SourceFix] | str
+    is_harmless: bool = False
+    """Whether the script trains all the same."""
 
 
 def faults(facts: ScriptFacts, locate: Locate, scale: float | None = None) -> Iterator[Fault]:
     """The faults that a script's steps show; a new ``GradScaler`` starts at ``scale``."""
     if "float16" in facts.autocast and facts.backward and not facts.scaled_backward:
-        yield Fault("backward", facts.backward[0], _scaled(facts, locate, scale))
-    for use, place, found in amp_fixes(facts, locate):
-        yield Fault(use.op, place, found)
+        yield Fault("backward", facts.backward[0], scaled(facts, locate, scale))
+    for use, place, found in (*amp_fixes(facts, locate), *loss_fixes(facts, locate)):
+        yield Fault(use.op, place, found, use.is_harmless)
     unscaled = _Unscaled()
     for place in facts.scaled_clips:
         yield Fault("clip_grad", place, _unscaled(place, facts, locate, unscaled))
@@ -45,7 +48,7 @@ def faults(facts: ScriptFacts, locate: Locate, scale: float | None = None) -> It
         yield Fault("autocast", place, _uncached(place, locate))
 
 
-def _scaled(facts: ScriptFacts, locate: Locate, scale: float | None) -> tuple[SourceText, SourceFix] | str:
+def scaled(facts: ScriptFacts, locate: Locate, scale: float | None) -> tuple[SourceText, SourceFix] | str:
     """A ``GradScaler``: the loss scaled, gradients unscaled before they are clipped."""
     backward = [call_at(place, "backward", locate) for place in facts.backward]
     made = [call_at(place, "step", locate) for place in facts.made_steps]

@@ -7,13 +7,16 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from lowprec_check.core.machine import version
 from lowprec_check.engine.model.target_spec import OnProgress, TargetSpec
-from lowprec_check.errors import ProcessLostError, UsageError
+from lowprec_check.errors import ProcessLostError, UsageError, first_line, message_of
 from lowprec_check.features.fix.chosen import change_of, shown_path
 from lowprec_check.features.fix.fix_sites import OwnFiles, Sites
 from lowprec_check.features.fix.scene import Site, SourceFix, compose
 from lowprec_check.features.fix.script_fixes import Fault, faults
+from lowprec_check.features.fix.script_precision import DEFAULT, Adoption, Trial
 from lowprec_check.features.fix.seen_values import ScriptFacts, ScriptPlace
 from lowprec_check.features.fix.source_text import SourceText, edited, unified_diff
 from lowprec_check.features.fix.source_trial import ScriptTrial, try_source
@@ -69,7 +72,7 @@ class _Search:
 
     def found(self) -> tuple[list[Change], Fixing]:
         """The changes that bring the weights nearer to those in fp32, and what is told of them."""
-        before = self._tried([])
+        before = self._tried([]).facts
 
         # What cannot be compared, or is the user's to fix.
         if before is not None and before.problem:
@@ -80,7 +83,8 @@ class _Search:
         if before is None or not before.steps:
             parts = "If it defines its parts, scan them: lowprec-check scan --train."
             raise UsageError(f"{self.spec.name} makes no steps of training itself.", parts)
-        if before.low_weights:
+        wrong = list(faults(before, self._located))
+        if before.low_weights and not any(use.fault == "unscaled-fp16" for use in before.amp):
             eps = ", in which eps of its optimizer is zero" if before.zero_eps else ""
             ways = "Keep the weights in fp32, under autocast; lowprec-check scan --train compares the ways to train."
             raise UsageError(f"{self.spec.name} trains weights in {before.low_weights[0]}{eps}.", ways)
@@ -89,28 +93,55 @@ class _Search:
             raise UsageError(f"Two runs of {self.spec.name} in fp32 differ, so no change can be judged.", seed)
 
         # Changes that are known for what fails, if they help.
-        wrong = list(faults(before, self._located))
         tolerance = self.options.tolerance
         if tolerance is None:
             tolerance = (FP16 if "float16" in before.autocast else BF16).tolerance
-        reasons = [(fault, fault.found) for fault in wrong if isinstance(fault.found, str)]
+        if Adoption.is_due(before) and not wrong:
+            return self._in_low_precision(before, tolerance)
+        reasons = list[tuple[Fault, str]]()
         if before.distance is not None and before.distance <= tolerance and not _faulty(before):
             near = f"not changed: within the tolerance of {tolerance:g}, these steps do as well without"
-            return [], self._fixing([], before, before, [(fault, near) for fault in wrong], tolerance)
+            reasons = [(fault, near) for fault in wrong if not fault.is_harmless]
+            wrong = [fault for fault in wrong if fault.is_harmless]
+        elif any(not fault.is_harmless for fault in wrong):
+            wrong = [fault for fault in wrong if not fault.is_harmless]
+        reasons += [(fault, fault.found) for fault in wrong if isinstance(fault.found, str)]
         changes, after = self._changes(wrong), before
         if changes:
-            changes, after, why = self._best(changes, before, tolerance)
+            changes, after, why = self._best(changes, wrong, before, tolerance)
             reasons += [(fault, why) for fault in wrong if why and not isinstance(fault.found, str)]
         return changes, self._fixing(changes, before, after, reasons, tolerance)
 
+    def _in_low_precision(self, before: ScriptFacts, tolerance: float) -> tuple[list[Change], Fixing]:
+        """How a script that trains in fp32 trains under autocast."""
+        adoption = Adoption(before, self._tried, self._located, self.options.tolerance)
+        names = tuple(self.options.precisions or DEFAULT)
+        adopted = adoption.found(names, self.spec.arguments, self.files.find(self.spec.name))
+        left = [LeftAlone(source=None, op=words, reason=why) for words, why in adoption.left]
+        if adopted is None:
+            return [], msgspec.structs.replace(self._fixing([], before, before, [], tolerance), left_alone=left)
+        fixing = self._fixing(adopted.changes, before, adopted.facts, [], adopted.limit)
+        assert fixing.script is not None
+        script = msgspec.structs.replace(
+            fixing.script,
+            precision=adopted.precision.name,
+            command=adopted.command,
+            losses=adopted.facts.losses_apart,
+        )
+        return adopted.changes, msgspec.structs.replace(fixing, script=script, passes=True, left_alone=left)
+
     def _best(
-        self, changes: list[Change], before: ScriptFacts, tolerance: float
+        self, changes: list[Change], wrong: Sequence[Fault], before: ScriptFacts, tolerance: float
     ) -> tuple[list[Change], ScriptFacts, str]:
-        """The changes and their trial, from a scale that skips no step; or none, and why not."""
-        after = self._tried(changes)
+        """The changes for what is ``wrong`` and their trial, from a scale that skips no step; or
+        none, and why not.
+        """
+        after = self._tried(changes).facts
         if after is not None and after.skipped and after.scale is not None and before.scale is None:
-            again = self._changes(faults(before, self._located, after.scale))
-            tried = self._tried(again)
+            again = self._changes(
+                fault for fault in faults(before, self._located, after.scale) if not fault.is_harmless
+            )
+            tried = self._tried(again).facts
             if tried is not None and tried.skipped < after.skipped:
                 changes, after = again, tried
         change, why = "the change that is known for it", ""
@@ -118,12 +149,17 @@ class _Search:
             return [], before, f"with {change}, the script fails"
         if after.problem:
             return [], before, f"with {change}, {after.problem}"
-        # Gradients that are clipped once per update differ from those clipped after each batch
-        is_moved = any(fix.kind == "unscale_once" for _, fix in changes)
-        is_right = _faulty(before) and after.distance is not None and after.distance <= tolerance
-        if after.fp32 != before.fp32 and not is_moved:
+        # Gradients that are clipped once per update differ from those clipped after each batch, and
+        # weights in fp32 from those in 16 bits
+        is_other = any(fix.kind in ("unscale_once", "fp32_weights", "loss_fp32") for _, fix in changes)
+        is_right = after.distance is not None and after.distance <= tolerance
+        is_right &= _faulty(before) or (before.distance is not None and before.distance <= tolerance)
+        is_harmless = all(fault.is_harmless for fault in wrong)
+        left = [fault for fault in faults(after, lambda *_: "") if is_harmless or not fault.is_harmless]
+        unfit = [fault for fault in wrong if is_harmless and isinstance(fault.found, str)]
+        if after.fp32 != before.fp32 and not is_other:
             why = f"{change} changes the weights in fp32"
-        elif any(faults(after, lambda *_: "")) or _faulty(after):
+        elif len(left) > len(unfit) or _faulty(after):
             why = f"{change} is not enough"
         elif not is_right and (after.distance is None or after.distance > NEARER * min(1.0, before.distance or 1.0)):
             words = "with {change:text}, the distance from fp32's weights is {after:error} instead of {before:error}"
@@ -140,21 +176,26 @@ class _Search:
         row = OpCall(name, source=place.source, caller=place.caller, span=place.span)
         return Sites(self.files, {}, "cpu").located(row)
 
-    def _tried(self, changes: Sequence[Change]) -> ScriptFacts | None:
-        """What the steps do with ``changes``; ``None``, or without any an error, if they fail."""
+    def _tried(self, changes: Sequence[Change], arguments: Sequence[str] | None = None) -> Trial:
+        """What the steps do with ``changes`` or other ``arguments``; without both, raises if they
+        fail.
+        """
         self.trials += 1
         if self.on_progress is not None:
             self.on_progress("fix", f"trial {self.trials}: {counted(len(changes), 'change')}")
         texts = tuple((str(source.path), text) for source, text in _texts(changes).items())
         path, steps = os.path.abspath(self.spec.name), self.options.steps or STEPS
-        trial = ScriptTrial(path=path, arguments=self.spec.arguments, steps=steps, twice=not changes)
+        is_first = not changes and arguments is None
+        given = self.spec.arguments if arguments is None else tuple(arguments)
+        trial = ScriptTrial(path=path, arguments=given, steps=steps, twice=is_first)
         options = ScanOptions(seed=self.options.seed)
         try:
-            return try_source(self.spec._replace(sources=texts), options, self.isolation, trial, SECONDS).script
-        except (UsageError, ProcessLostError):
-            if not changes:
+            spec = self.spec._replace(sources=texts)
+            return Trial(try_source(spec, options, self.isolation, trial, SECONDS).script, "")
+        except (UsageError, ProcessLostError) as error:
+            if is_first:
                 raise
-            return None
+            return Trial(None, f"the script fails: {first_line(message_of(error))}")
 
     def _fixing(
         self,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -19,7 +21,8 @@ from lowprec_check.engine.model.kept_files import replaced
 from lowprec_check.engine.model.observed_step import SECONDS, ThreadObserver, framework_of
 from lowprec_check.engine.model.user_module import run_script
 from lowprec_check.engine.model.without_extension import without_extension
-from lowprec_check.features.fix.seen_values import ScriptFacts, ScriptPlace
+from lowprec_check.features.fix.observed_passes import ObservedPasses, add_noise, own_frames
+from lowprec_check.features.fix.seen_values import ScriptFacts, ScriptOption, ScriptPlace
 from lowprec_check.process import system
 from lowprec_check.torchkit.devices import seed_everything
 from lowprec_check.torchkit.floating_dtypes import NARROW
@@ -28,11 +31,21 @@ from lowprec_check.torchkit.source_location import is_own_file, source_lines
 Weights = list[tuple[Tensor, Tensor]]
 """Before and after the steps."""
 
+NOISE = 0.01
+"""Relative noise on each initial weight, which shows how much other weights in fp32 may differ."""
 
-def made_steps(path: Path, arguments: tuple[str, ...], steps: int, seed: int, *, fp32: bool) -> StepWatch:
-    """Run a script for so many steps; with ``fp32``, without its autocast and ``GradScaler``."""
+NAMES_OF_SWITCHES = re.compile(r"amp|autocast|fp16|bf16|bfloat16|half|precision|dtype", re.IGNORECASE)
+"""How a script calls what selects low precision."""
+
+
+def made_steps(
+    path: Path, arguments: tuple[str, ...], steps: int, seed: int, *, fp32: bool, noise: bool = False
+) -> StepWatch:
+    """Run a script for so many steps; with ``fp32``, without its autocast and ``GradScaler``; with
+    ``noise`` on its initial weights.
+    """
     seed_everything(seed)
-    watch, argv, sys.argv = StepWatch(steps, fp32=fp32), sys.argv, [str(path), *arguments]
+    watch, argv, sys.argv = StepWatch(steps, fp32=fp32, noise=noise), sys.argv, [str(path), *arguments]
     try:
         with without_extension():
             run_script(path, observer=watch)
@@ -46,12 +59,17 @@ class StepWatch(ThreadObserver):
 
     has_enough = False
 
-    def __init__(self, steps: int, *, fp32: bool) -> None:
+    def __init__(self, steps: int, *, fp32: bool, noise: bool = False) -> None:
         super().__init__()
+        self._noise = torch.Generator().manual_seed(1) if noise else None
+        self._noisy: set[int] = set()  # the ids of weights that have noise
+        self._passes = ObservedPasses()
+        self._losses: list[float] = []
+        self._options: dict[str, ScriptOption] = {}
         self._wanted, self._fp32, self._amp = steps, fp32, AmpCalls()
         self._since: float | None = None
         self._in_scaler = False
-        self._scaled: list[Tensor] = []
+        self._scaled: list[tuple[Tensor, float]] = []  # losses, and by what
         self._grads_scaled = False
         # Blocks of autocast: where they are entered, whether they keep casts of weights, and how
         # many steps there were before
@@ -92,6 +110,9 @@ class StepWatch(ThreadObserver):
             problem=self._problem,
             framework=self._framework,
             zero_eps=self._zero_eps,
+            passes=self._passes.passes,
+            losses=tuple(self._losses),
+            options=tuple(self._options.values()),
             **places,
         )
 
@@ -105,7 +126,12 @@ class StepWatch(ThreadObserver):
             self.give_up(f"it makes {made} of {self._wanted} steps within {SECONDS:g} s of its first call of a model")
             self._leave()
         self._amp.calls(module)
-        return call(module, *args, **kwargs)
+        if self._noise is not None:
+            add_noise(module, self._noisy, self._noise, NOISE)
+        results: list[Any] = []
+        with self._passes.calling(sys._getframe(1), results):
+            results.append(call(module, *args, **kwargs))
+        return results[0]
 
     def method(
         self, method: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -131,6 +157,8 @@ class StepWatch(ThreadObserver):
             (scaler, "update", self._update),
             (autocast, "__enter__", self._enter),
             (autocast, "__exit__", self._exit),
+            (argparse.ArgumentParser, "parse_known_args", self._parse),
+            *((nn.Module, name, self._cast) for name in ("to", "half")),
         ]
         if self._fp32:
             cleared = [(owner, "zero_grad", self._zero_grad) for owner in (Optimizer, nn.Module)]
@@ -151,10 +179,31 @@ class StepWatch(ThreadObserver):
         self._places.setdefault(what, {})[place] = None
         return place
 
+    def _note_event(self, what: str, frame: FrameType) -> None:
+        """Note a call, and those that lead to it."""
+        self._note(what, frame)
+        self._places.setdefault("events", {}).update(dict.fromkeys(own.place for own in own_frames(frame)))
+
+    def _parse(self, original: Callable[..., Any], parser: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(parser, *args, **kwargs)
+        for action in parser._actions:
+            flag = next((flag for flag in action.option_strings if flag.startswith("--")), "")
+            if not NAMES_OF_SWITCHES.search(flag):
+                continue
+            value = getattr(result[0], action.dest, None)
+            self._options[flag] = ScriptOption(
+                flag,
+                is_switch=action.const is True and action.nargs in (0, "?"),
+                choices=tuple(map(str, action.choices or ())),
+                value=value if isinstance(value, str) else None,
+            )
+        return result
+
     # -- While the script runs
 
     def _make_scaler(self, original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> None:
         original(scaler, *args, **kwargs)
+        self._note("scalers", sys._getframe(2))
         if scaler.is_enabled():
             self._scaler = scaler
         else:
@@ -163,7 +212,7 @@ class StepWatch(ThreadObserver):
     def _scale(self, original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
         scaled = original(scaler, outputs)
         if isinstance(scaled, Tensor) and scaler.is_enabled():
-            self._scaled.append(scaled)
+            self._scaled.append((scaled, scaler.get_scale()))
             self._note("scales", sys._getframe(2))
         return scaled
 
@@ -175,21 +224,30 @@ class StepWatch(ThreadObserver):
         frame = sys._getframe(2)
         losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         self._amp.backward(losses[0], frame)
-        is_scaled = any(loss is scaled for loss in losses for scaled in self._scaled)
-        self._grads_scaled |= is_scaled
+        scales = [scale for loss in losses for scaled, scale in self._scaled if loss is scaled]
+        self._grads_scaled |= bool(scales)
         self._framework = self._framework or framework_of(frame)
-        self._note("scaled_backward" if is_scaled else "backward", frame)
+        self._note_event("scaled_backward" if scales else "backward", frame)
+        self._passes.backward(losses, frame)
+        self._losses += [float(loss.detach()) / (scales or [1.0])[0] for loss in losses if loss.numel() == 1]
         return original(tensors, *args, **kwargs)
 
     def _clip(self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         self._amp.clips(listed, sys._getframe(2))
-        self._note("scaled_clips" if self._grads_scaled else "clips", sys._getframe(2))
+        self._note_event("scaled_clips" if self._grads_scaled else "clips", sys._getframe(2))
         return original(listed, *args, **kwargs)
 
     def _update(self, original: Callable[..., Any], scaler: Any, *args: Any) -> None:
         self._note("updates", sys._getframe(2))
         original(scaler, *args)
+
+    def _cast(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        wide = [parameter for parameter in module.parameters() if parameter.dtype != torch.float16]
+        result = original(module, *args, **kwargs)
+        if any(parameter.dtype == torch.float16 for parameter in wide):
+            self._note("weight_casts", sys._getframe(2))
+        return result
 
     def _zero_grad(self, original: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(owner, nn.Module):
@@ -218,7 +276,7 @@ class StepWatch(ThreadObserver):
             return original(scaler, optimizer, *args, **kwargs)
         # The scaler may skip the step, so its hooks cannot count it
         self._save(optimizer)
-        self._note("scaled_steps", sys._getframe(2))
+        self._note_event("scaled_steps", sys._getframe(2))
         self._in_scaler = True
         try:
             result = original(scaler, optimizer, *args, **kwargs)
@@ -235,7 +293,7 @@ class StepWatch(ThreadObserver):
         if self._in_scaler:
             return
         self._save(optimizer)
-        self._note("made_steps", frame)
+        self._note_event("made_steps", frame)
         # The innermost line of the user's makes the step; those around it call the function
         own = [around for around, _ in traceback.walk_stack(frame) if is_own_file(around.f_code.co_filename)]
         for caller in own[1:]:
@@ -268,6 +326,7 @@ class StepWatch(ThreadObserver):
             if keeps and sum(self._asked.values()) > before:
                 self._places.setdefault("around_steps", {})[place] = None
         self._asked[optimizer] += 1
+        self._passes.step()
         self._grads_scaled = False
         self._scaled.clear()
         if min(self._asked.values()) >= self._wanted:

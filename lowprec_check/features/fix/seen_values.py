@@ -40,6 +40,25 @@ class ScriptPlace(Struct, frozen=True):
     span: str | None = None
 
 
+class ForwardPass(Struct, frozen=True):
+    """What a backward pass follows from, by the calls in the function that makes both."""
+
+    backward: ScriptPlace
+    forward: tuple[ScriptPlace, ...]
+    """The calls of models that the loss depends on."""
+
+
+class ScriptOption(Struct, frozen=True):
+    """An option of the script's command line."""
+
+    flag: str
+    is_switch: bool = False
+    """Whether it is ``True`` where it is given, without a value."""
+    choices: tuple[str, ...] = ()
+    value: str | None = None
+    """What it is in the run; ``None`` if that is no string."""
+
+
 class ScriptFacts(Struct, frozen=True, kw_only=True):
     """What the steps of a training script did, and how far they led from those in fp32."""
 
@@ -60,6 +79,26 @@ class ScriptFacts(Struct, frozen=True, kw_only=True):
     """Of the ``GradScaler`` in the end; ``None`` without one."""
     disabled_scaler: bool = False
     """Whether it makes a ``GradScaler`` with ``enabled=False``."""
+    passes: tuple[ForwardPass, ...] = ()
+    """Its backward passes."""
+    events: tuple[ScriptPlace, ...] = ()
+    """All calls in its own files that lead to a backward pass, a step, or clipping."""
+    weight_casts: tuple[ScriptPlace, ...] = ()
+    """Calls that cast weights to fp16."""
+    scalers: tuple[ScriptPlace, ...] = ()
+    """Where it makes a ``GradScaler``."""
+    options: tuple[ScriptOption, ...] = ()
+    """Options of its command line that are named as those for low precision are."""
+    moved: float | None = None
+    """How far its weights moved, in units of how far those in fp32 did; ``None`` if not finite."""
+    losses: tuple[float, ...] = ()
+    """Of its backward passes, without a scale."""
+    losses_apart: float | None = None
+    """How far its losses are from those in fp32, in units of these; ``None`` if not finite."""
+    spread: float = 0.0
+    """The distance of the weights in fp32 if the first weights have noise."""
+    losses_spread: float = 0.0
+    """The same of the losses."""
     problem: str = ""
     """Why its steps cannot be compared with those in fp32."""
     framework: str = ""

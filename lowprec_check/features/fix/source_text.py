@@ -117,11 +117,29 @@ class SourceText:
         alone = not self.text[self._starts[statement.lineno - 1] : start].strip() and behind[:1] in ("", "#")
         return alone and not any(start <= string[0] < end for string in self._strings)
 
-    def indented_under(self, statement: ast.stmt, header: str) -> list[Edit]:
-        """The lines of ``statement`` as the body of a compound statement with this ``header``."""
-        more = "\t" if self.indent_of(statement).startswith("\t") else "    "
-        starts = [self._starts[number - 1] for number in range(statement.lineno, (statement.end_lineno or 0) + 1)]
-        return [self.line_before(statement, header), *(Edit(at, at, more, -1) for at in starts)]
+    def indented_under(self, statements: Sequence[ast.stmt], header: str) -> list[Edit]:
+        """The lines of ``statements``, which follow each other, as the body of a compound statement
+        with this ``header``.
+        """
+        first, last = statements[0], statements[-1]
+        more = "\t" if self.indent_of(first).startswith("\t") else "    "
+        numbers = range(first.lineno, (last.end_lineno or 0) + 1)
+        starts = [self._starts[number - 1] for number in numbers if self._lines[number - 1].strip()]
+        return [self.line_before(first, header), *(Edit(at, at, more, -1) for at in starts)]
+
+    def dedented(self, statements: Sequence[ast.stmt], block: ast.stmt) -> list[Edit]:
+        """The last statements of a compound statement behind it, with the lines before them."""
+        less = len(self.indent_of(statements[0])) - len(self.indent_of(block))
+        numbers = range(statements[0].lineno, (statements[-1].end_lineno or 0) + 1)
+        starts = [self._starts[number - 1] for number in numbers if self._lines[number - 1].strip()]
+        return [Edit(at, at + less, "") for at in starts]
+
+    def around_is(self, node: ast.AST, outer: ast.AST) -> bool:
+        """Whether ``node`` is ``outer``, or in it."""
+        at: ast.AST | None = node
+        while at is not None and at is not outer:
+            at = self.parents.get(at)
+        return at is outer
 
     def line_before(self, node: ast.stmt, text: str) -> Edit:
         """A line in front of a statement, as far indented as that is."""

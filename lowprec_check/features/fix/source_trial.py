@@ -44,6 +44,9 @@ from lowprec_check.torchkit.pytree import leaves
 from lowprec_check.torchkit.source_location import is_own_file
 from lowprec_check.torchkit.tensor_comparison import ratio
 
+_FAR = 10.0
+"""Runs in fp32 that are further apart, as those of an agent, say no more."""
+
 NEAR = 0.3  # the part of the tolerance from which on the rounding of buffers may be why a run fails
 Goal = Literal["glance", "step", "proof"]
 Grown = Iterator[SourceTrial]
@@ -106,14 +109,15 @@ class ScriptTrial:
     path: str
     arguments: tuple[str, ...]
     steps: int
-    twice: bool  # whether the steps in fp32 are made twice, to see whether they give the same
+    twice: bool
+    """Whether the steps in fp32 are made again, to see if they give the same, and with noise."""
 
     def __call__(self, source: TargetSource, isolation: Isolation | None, options: ScanOptions) -> Grown:
         """What was found."""
         isolation = source.isolation_of_functions(isolation, options.device_name)
 
-        def made_here(fp32: bool) -> _Made:
-            return isolated(functools.partial(self._made, fp32, options.seed), isolation, _Made)
+        def made_here(fp32: bool, *, noise: bool = False) -> _Made:
+            return isolated(functools.partial(self._made, fp32, noise, options.seed), isolation, _Made)
 
         in_fp32 = made_here(fp32=True)
         # A script that its GradScaler stops has its faults all the same
@@ -131,23 +135,29 @@ class ScriptTrial:
         if not problem and steps[0] != steps[1]:
             problem = f"it makes {steps[0]} steps in fp32, but {steps[1]} as it is"
         facts = msgspec.structs.replace(facts, steps=min(steps), problem=problem)
-        if in_fp32.weights and as_it_is.weights:
-            saved = (in_fp32.start, in_fp32.weights, as_it_is.weights)
-            start, fp32, low = ([t.double() for t in torch.load(io.BytesIO(weights))] for weights in saved)
-            # How far the weights end from those in fp32, in units of how far these moved.
-            apart = math.inf
-            if [tensor.shape for tensor in fp32] == [tensor.shape for tensor in low]:
-                apart = _norm(ours - theirs for ours, theirs in zip(fp32, low, strict=True))
-            distance = ratio(apart, _norm(end - begin for end, begin in zip(fp32, start, strict=True)))
-            facts = msgspec.structs.replace(facts, distance=distance if math.isfinite(distance) else None)
+        distance, moved = _apart(as_it_is, in_fp32)
+        facts = msgspec.structs.replace(
+            facts,
+            distance=distance if math.isfinite(distance) else None,
+            moved=moved if math.isfinite(moved) else None,
+            losses_apart=_losses_apart(as_it_is, in_fp32),
+        )
+        if self.twice:
+            with contextlib.suppress(UsageError):  # it may check its weights
+                noisy = made_here(fp32=True, noise=True)
+                facts = msgspec.structs.replace(
+                    facts,
+                    spread=min(_apart(noisy, in_fp32)[0], _FAR),
+                    losses_spread=min(_losses_apart(noisy, in_fp32) or 0.0, _FAR),
+                )
         # Without the same again, no change can be judged.
         if in_fp32.weights and all(repeated.weights == in_fp32.weights for repeated in again):
             fp32 = [tensor.double() for tensor in torch.load(io.BytesIO(in_fp32.weights))]
             facts = msgspec.structs.replace(facts, fp32=digest_of(fp32))
         yield SourceTrial(script=facts)
 
-    def _made(self, fp32: bool, seed: int) -> _Made:
-        watch = made_steps(Path(self.path), self.arguments, self.steps, seed, fp32=fp32)
+    def _made(self, fp32: bool, noise: bool, seed: int) -> _Made:
+        watch = made_steps(Path(self.path), self.arguments, self.steps, seed, fp32=fp32, noise=noise)
         saved = []
         for tensors in zip(*watch.weights, strict=True):
             file = io.BytesIO()
@@ -161,6 +171,30 @@ class _Made(msgspec.Struct, kw_only=True):
     facts: ScriptFacts
     start: bytes = b""
     weights: bytes = b""
+
+
+def _apart(made: _Made, in_fp32: _Made) -> tuple[float, float]:
+    """How far the weights are from those in fp32, and have moved, in units of how these moved."""
+    if not (made.weights and in_fp32.weights):
+        return math.inf, math.inf
+    saved = (made.start, made.weights, in_fp32.start, in_fp32.weights)
+    start, end, start_fp32, end_fp32 = ([t.double() for t in torch.load(io.BytesIO(weights))] for weights in saved)
+    if [tensor.shape for tensor in end] != [tensor.shape for tensor in end_fp32]:
+        return math.inf, math.inf
+    moved = [end - start for end, start in zip(end, start, strict=True)]
+    moved_fp32 = [end - start for end, start in zip(end_fp32, start_fp32, strict=True)]
+    way = _norm(moved_fp32)
+    apart = _norm(ours - theirs for ours, theirs in zip(moved, moved_fp32, strict=True))
+    return ratio(apart, way), ratio(_norm(moved), way)
+
+
+def _losses_apart(made: _Made, in_fp32: _Made) -> float | None:
+    """How far the losses are from those in fp32, in units of these; ``None`` if not finite."""
+    ours, theirs = (torch.tensor(losses.facts.losses, dtype=torch.float64) for losses in (made, in_fp32))
+    if ours.shape != theirs.shape:
+        return None
+    apart = ratio(_norm([ours - theirs]), _norm([theirs]))
+    return apart if math.isfinite(apart) else None
 
 
 def _norm(tensors: Iterable[Tensor]) -> float:

@@ -1,0 +1,188 @@
+"""Puts the forward passes and the losses of a training script under autocast, in its own loop."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from lowprec_check.features.fix.scene import SourceFix, torch_in, unused_name, wrapped
+from lowprec_check.features.fix.script_calls import Locate, blocks_around
+from lowprec_check.features.fix.seen_values import ForwardPass, ScriptFacts
+from lowprec_check.features.fix.source_text import Edit, SourceText
+
+Change = tuple[SourceText, SourceFix]
+
+
+class _Region(NamedTuple):
+    """Statements of one block, from a forward pass to where the backward pass begins."""
+
+    source: SourceText
+    statements: list[ast.stmt]
+
+
+def autocast_changes(facts: ScriptFacts, locate: Locate, dtype: str, *, widens: bool = False) -> list[Change] | str:
+    """Autocast around what each backward pass follows from, or why not.
+
+    ``widens``: what models return is cast to fp32, for code that reads it in fp32.
+    """
+    if not facts.passes:
+        return "no call of a model leads to its backward passes in its own code"
+    passes, calls = list[_Pass](), list[tuple[SourceText, ast.expr]]()
+    for forward_pass in facts.passes:
+        located = _located(forward_pass, locate)
+        if isinstance(located, str):
+            return located
+        passes.append(located)
+        calls += [(located.source, call) for call in located.forward if isinstance(call, ast.expr)]
+    changes = list[Change]()
+    for source in dict.fromkeys(located.source for located in passes):
+        torch, imports = torch_in(source)
+        header = f'with {torch}.autocast("{facts.device}", {torch}.{dtype}):'
+        events = list(_events(facts, source, locate))
+        edits = list(imports)
+        covered = list[ast.stmt]()
+        for located in [located for located in passes if located.source is source]:
+            if located.in_loss:
+                edits += located.split(header, scales=dtype == "float16")
+            region = located.region(events)
+            if isinstance(region, str):
+                return region
+            covered += [statement for statement in region if statement not in covered]
+        unfit = next((each for each in covered if not source.can_be_indented(each)), None)
+        if unfit is not None:
+            return f"line {unfit.lineno} cannot be indented"
+        for run in _runs(source, covered):
+            edits += source.indented_under(run, header)
+        if widens:
+            for call in {id(call): call for of, call in calls if of is source}.values():
+                edits += wrapped(source, call, ".float()")
+        anchor = passes[0].backward
+        changes.append((source, SourceFix("autocast", _WHY.format(dtype), anchor, edits=tuple(edits))))
+    return changes
+
+
+_WHY = "the forward pass and the loss are computed under autocast to {}"
+
+
+class _Pass(NamedTuple):
+    """The calls of a pass in the function that makes it."""
+
+    source: SourceText
+    backward: ast.AST
+    forward: list[ast.AST]
+
+    @property
+    def in_loss(self) -> list[ast.AST]:
+        """Those of ``criterion(model(x), y).backward()``."""
+        method = getattr(self.backward, "func", None)
+        if not isinstance(method, ast.Attribute) or not isinstance(self.source.parents[self.backward], ast.Expr):
+            return []
+        return [call for call in self.forward if self.source.around_is(call, method.value)]
+
+    def split(self, header: str, *, scales: bool) -> list[Edit]:
+        """The loss in a statement of its own, under autocast; a call that ``scales`` it needs the
+        parentheses around it.
+        """
+        source, statement = self.source, self.source.around(self.backward, ast.stmt)
+        loss: ast.expr = self.backward.func.value  # type: ignore[attr-defined]
+        name = unused_name(source, "loss")
+        assert isinstance(statement, ast.stmt)
+        more = "\t" if source.indent_of(statement).startswith("\t") else "    "
+        start, end = source.span(loss) if scales else source.outer(loss)
+        lines = [header, f"{more}{name} = {source.segment(loss)}"]
+        return [*(source.line_before(statement, line) for line in lines), Edit(start, end, name)]
+
+    def region(self, events: list[ast.AST]) -> list[ast.stmt] | str:
+        """The statements from the first forward pass on, but for those that train, and those before
+        the backward pass that do something else than the loss.
+        """
+        source = self.source
+        behind = dict(blocks_around(source, self.backward))
+        shared = []
+        earlier = [call for call in self.forward if call not in self.in_loss]
+        if not earlier:
+            return []
+        for call in earlier:
+            block = next(((block, node) for block, node in blocks_around(source, call) if block in behind), None)
+            if block is None:
+                return "the forward and the backward pass are in different functions"
+            shared.append(block)
+        # The outermost block that one of them shares with the backward pass
+        order = list(behind)
+        block = max((block for block, _ in shared), key=order.index)
+        parent, field = block
+        statements: list[ast.stmt] = getattr(parent, field)
+        around = dict(zip(order, behind.values(), strict=True))[block]
+        end = statements.index(around)
+        starts = [self._number_in(statements, call) for call in earlier]
+        if any(start >= end for start in starts):
+            return f"line {around.lineno} makes both the forward and the backward pass"
+        # Between two events: a generator's forward pass may come before the critic's step
+        region = list[ast.stmt]()
+        has_forward = False
+        for number in range(min(starts), end):
+            statement = statements[number]
+            if any(source.around_is(event, statement) for event in events):
+                has_forward = False
+                continue
+            has_forward |= number in starts
+            if has_forward:
+                region.append(statement)
+        computing = {id(statements[number]) for number in starts}
+        used = set(_names(around))
+        while region and id(region[-1]) not in computing and used.isdisjoint(_names(region[-1])):
+            region.pop()
+        return region
+
+    def _number_in(self, statements: list[ast.stmt], call: ast.AST) -> int:
+        return next(number for number, each in enumerate(statements) if self.source.around_is(call, each))
+
+
+def _names(statement: ast.stmt) -> Iterator[str]:
+    """The variables in a statement, and the attributes of ``self``."""
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+            yield f"self.{node.attr}"
+        elif isinstance(node, ast.Name) and node.id != "self":
+            yield node.id
+
+
+def _located(forward_pass: ForwardPass, locate: Locate) -> _Pass | str:
+    """The expressions of a pass in their file."""
+    found = locate(forward_pass.backward, "backward")
+    if isinstance(found, str):
+        return found
+    source, backward = found
+    forward = list[ast.AST]()
+    for place in forward_pass.forward:
+        call = locate(place, "forward")
+        if isinstance(call, str):
+            return call
+        if call[0] is not source or call[1] is backward:
+            return "the loop is not in the script's own code"
+        forward.append(call[1])
+    return _Pass(source, backward, forward)
+
+
+def _events(facts: ScriptFacts, source: SourceText, locate: Locate) -> Iterator[ast.AST]:
+    """The calls in a file that lead to backward passes, steps or clipping."""
+    for place in facts.events:
+        found = locate(place, "step")
+        if not isinstance(found, str) and found[0] is source:
+            yield found[1]
+
+
+def _runs(source: SourceText, statements: list[ast.stmt]) -> Iterator[list[ast.stmt]]:
+    """Those that follow each other in one block; without those inside another one."""
+    outer = [s for s in statements if not any(o is not s and source.around_is(s, o) for o in statements)]
+    blocks: dict[int, list[ast.stmt]] = {}
+    for statement in sorted(outer, key=source.span):
+        (parent, field), _ = next(blocks_around(source, statement))
+        block: list[ast.stmt] = getattr(parent, field)
+        run = blocks.setdefault(id(block), [])
+        if run and block.index(statement) != block.index(run[-1]) + 1:
+            yield run
+            run = blocks[id(block)] = []
+        run.append(statement)
+    yield from blocks.values()

@@ -1,0 +1,152 @@
+"""Lets a script that trains in fp32 train under autocast: by its own switch, or in its own code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from lowprec_check.features.fix.scene import SourceFix
+from lowprec_check.features.fix.script_autocast import autocast_changes
+from lowprec_check.features.fix.script_calls import Locate
+from lowprec_check.features.fix.script_fixes import faults, scaled
+from lowprec_check.features.fix.script_switches import switches
+from lowprec_check.features.fix.seen_values import ScriptFacts
+from lowprec_check.features.fix.source_text import SourceText
+from lowprec_check.schema.precisions import PRECISIONS, Precision
+from lowprec_check.schema.statements import say
+from lowprec_check.schema.training import BEYOND, STALLED
+from lowprec_check.torchkit.floating_dtypes import torch_dtype
+
+Change = tuple[SourceText, SourceFix]
+
+DEFAULT = ("autocast-bf16", "autocast-fp16")
+"""What is tried, in this order, unless a precision is asked for."""
+
+
+class Trial(NamedTuple):
+    """What the steps of the script did with a change."""
+
+    facts: ScriptFacts | None
+    """``None`` if it fails."""
+    failure: str
+
+
+class Adopted(NamedTuple):
+    """How the script trains in low precision."""
+
+    precision: Precision
+    changes: list[Change]
+    facts: ScriptFacts
+    limit: float
+    """The largest distance of the weights that passes."""
+    command: str = ""
+    """What to add to its command line, or to change there; empty if its source is changed."""
+
+
+class Adoption:
+    """The search for a change with which a script ``before`` it trains under autocast.
+
+    ``run`` makes its steps with changes and arguments; ``left`` collects what does not work.
+    """
+
+    def __init__(
+        self,
+        before: ScriptFacts,
+        run: Callable[[Sequence[Change], Sequence[str]], Trial],
+        locate: Locate,
+        tolerance: float | None,
+    ) -> None:
+        self._before, self._run, self._locate, self._tolerance = before, run, locate, tolerance
+        self.left: list[tuple[str, str]] = []
+        """What was tried, and why it is not offered."""
+
+    @staticmethod
+    def is_due(before: ScriptFacts) -> bool:
+        """Whether the script trains in fp32 alone."""
+        return not (before.autocast or before.low_weights or before.amp or before.scaled_backward)
+
+    def found(self, names: Sequence[str], arguments: Sequence[str], script: SourceText | str) -> Adopted | None:
+        """The first way that passes."""
+        for precision in map(PRECISIONS.get, names):
+            dtype = str(torch_dtype(precision.format)).removeprefix("torch.")
+            sources = self._sources(script)
+            for switch in switches(self._before, arguments, sources, dtype):
+                changes = [] if switch.change is None else [switch.change]
+                adopted = self._tried(precision, dtype, changes, switch.arguments or arguments, switch.words)
+                if adopted is not None:
+                    return adopted if changes else adopted._replace(command=switch.words)
+            for words, changes in self._in_code(dtype):
+                if isinstance(changes, str):
+                    self.left.append((words, changes))
+                    break
+                adopted = self._tried(precision, dtype, changes, arguments, words)
+                if adopted is not None:
+                    return adopted
+        return None
+
+    def _sources(self, script: SourceText | str) -> list[SourceText]:
+        """The script, and the files of its own that make its passes."""
+        found = [self._locate(forward_pass.backward, "backward") for forward_pass in self._before.passes]
+        sources = [script, *(each[0] for each in found if not isinstance(each, str))]
+        return list(dict.fromkeys(each for each in sources if isinstance(each, SourceText)))
+
+    def _in_code(self, dtype: str) -> Iterator[tuple[str, list[Change] | str]]:
+        """Autocast in the script's loop, also with outputs in fp32, or why that is not possible."""
+        scaler = list[Change]()
+        if dtype == "float16":
+            made = scaled(self._before, self._locate, None)
+            if isinstance(made, str):
+                yield f"a GradScaler for {dtype}", made
+                return
+            scaler.append(made)
+        for words, widens in ((f"autocast to {dtype}", False), (f"autocast to {dtype}, with outputs in fp32", True)):
+            changes = autocast_changes(self._before, self._locate, dtype, widens=widens)
+            yield words, changes if isinstance(changes, str) else [*changes, *scaler]
+
+    def _tried(
+        self, precision: Precision, dtype: str, changes: list[Change], arguments: Sequence[str], words: str
+    ) -> Adopted | None:
+        trial = self._run(changes, arguments)
+        facts, limit = trial.facts, self.limit(precision)
+        # A scale that skips no step
+        if facts is not None and facts.skipped and facts.scale is not None and changes:
+            made = scaled(self._before, self._locate, facts.scale)
+            if not isinstance(made, str) and any(fix.kind == "grad_scaler" for _, fix in changes):
+                changes = [*(change for change in changes if change[1].kind != "grad_scaler"), made]
+                trial = self._run(changes, arguments)
+        why = trial.failure or self._why_not(trial.facts, dtype, limit)
+        if why or trial.facts is None:
+            self.left.append((words, why))
+            return None
+        return Adopted(precision, changes, trial.facts, limit)
+
+    def limit(self, precision: Precision) -> float:
+        """How far weights may end from those in fp32: as a scan of training allows."""
+        return max(self._tolerance or precision.tolerance, BEYOND * self._before.spread)
+
+    def _why_not(self, after: ScriptFacts | None, dtype: str, limit: float) -> str:
+        """Why a trial does not pass; empty if it does."""
+        if after is None:
+            return "the script makes no steps"
+        if after.problem:
+            return after.problem
+        if dtype not in after.autocast:
+            return f"it does not enter autocast to {dtype} on {after.device}"
+        if after.low_weights:
+            return f"it trains weights in {after.low_weights[0]}"
+        if after.fp32 != self._before.fp32:
+            return "it changes what the script does in fp32"
+        if any(faults(after, lambda *_: "")):
+            return "it brings another fault of AMP"
+        if after.distance is None or after.losses_apart is None:
+            return "the weights or losses are not finite"
+        if after.distance > limit:
+            words = "the distance from fp32's weights is {distance:error}, more than {limit:error}"
+            return say(words, distance=after.distance, limit=limit).text
+        if (after.moved or 0.0) < STALLED:
+            return say("the weights move {moved:share} of the way of fp32's", moved=after.moved or 0.0).text
+        losses = max(limit, BEYOND * self._before.losses_spread)
+        if after.losses_apart > losses:
+            words = "the distance from fp32's losses is {distance:error}, more than {limit:error}"
+            return say(words, distance=after.losses_apart, limit=losses).text
+        return ""
