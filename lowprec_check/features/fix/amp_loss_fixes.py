@@ -19,6 +19,8 @@ Found = tuple[SourceText, SourceFix] | str
 _HALF = ("float16", "half")
 """The dtype of weights that a ``GradScaler`` does not take."""
 
+_NARROW = (*_HALF, "bfloat16")
+
 
 class _Fault(NamedTuple):
     """A fault, at a call in the script."""
@@ -64,13 +66,13 @@ def _widened(source: SourceText, value: ast.expr) -> list[Edit]:
     return wrapped(source, value, ".float()")
 
 
-def _cast_of(source: SourceText, value: ast.expr) -> ast.expr | None:
-    """What ``x.half()`` or ``x.to(torch.float16)`` casts."""
+def _cast_of(source: SourceText, value: ast.AST) -> ast.expr | None:
+    """What ``x.half()`` or ``x.to(torch.float16)`` casts, or those to bf16."""
     if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
         return None
     arguments = [source.segment(each).rpartition(".")[2] for each in value.args]
-    is_cast = value.func.attr == "half" and not arguments
-    is_cast |= value.func.attr == "to" and len(arguments) == 1 and arguments[0] in _HALF and not value.keywords
+    is_cast = value.func.attr in ("half", "bfloat16") and not arguments
+    is_cast |= value.func.attr == "to" and len(arguments) == 1 and arguments[0] in _NARROW and not value.keywords
     return value.func.value if is_cast else None
 
 
@@ -113,6 +115,9 @@ def _backward_outside(fault: _Fault) -> Found:
     assert isinstance(statement, ast.stmt)
     if not source.can_be_indented(statement):
         return "its statement cannot be indented"
+    around = source.around(statement, (ast.With, ast.For, ast.AsyncFor, ast.While))
+    if not isinstance(around, ast.With):
+        return "autocast is entered around the loop: enter it around the forward pass and the loss"
     parent = source.parents[statement]
     if isinstance(parent, ast.With) and len(parent.items) == 1:
         number = parent.body.index(statement)

@@ -32,10 +32,16 @@ class _Forward(NamedTuple):
     nodes: list[Any]  # of autograd, of its results
 
 
+def place_of(frame: FrameType) -> ScriptPlace:
+    """The call that runs in the innermost function of the user's own."""
+    own = (at.f_code.co_filename for at, _ in traceback.walk_stack(frame) if is_own_file(at.f_code.co_filename))
+    return ScriptPlace(*source_lines(frame), next(own, ""))
+
+
 def own_frames(frame: FrameType) -> list[_Frame]:
     """The functions of the user's own files on the stack, the outermost first."""
     own = [at for at, _ in traceback.walk_stack(frame) if is_own_file(at.f_code.co_filename)]
-    return [_Frame(id(at), at.f_code, ScriptPlace(*source_lines(at))) for at in reversed(own)]
+    return [_Frame(id(at), at.f_code, place_of(at)) for at in reversed(own)]
 
 
 class ObservedPasses:

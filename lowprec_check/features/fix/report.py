@@ -99,7 +99,7 @@ def fix_blocks(fixing: Fixing) -> Iterator[Block]:
         ]
         yield Table(columns, rows, "changes", headings=2)
     yield Say(*_verdict(fixing), "verdict")
-    if fixing.changes:
+    if fixing.changes and (fixing.script is None or fixing.outputs_equal is not None):
         yield Say(_bits(fixing))
     if fixing.plan:
         yield Say(f"{fixing.plan}.")

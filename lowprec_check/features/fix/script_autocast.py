@@ -104,16 +104,15 @@ class _Pass(NamedTuple):
         if not earlier:
             return []
         for call in earlier:
-            block = next(((block, node) for block, node in blocks_around(source, call) if block in behind), None)
-            if block is None:
+            common = next((block for block, _ in blocks_around(source, call) if block in behind), None)
+            if common is None:
                 return "the forward and the backward pass are in different functions"
-            shared.append(block)
+            shared.append(common)
         # The outermost block that one of them shares with the backward pass
         order = list(behind)
-        block = max((block for block, _ in shared), key=order.index)
-        parent, field = block
+        parent, field = max(shared, key=order.index)
         statements: list[ast.stmt] = getattr(parent, field)
-        around = dict(zip(order, behind.values(), strict=True))[block]
+        around = behind[parent, field]
         end = statements.index(around)
         starts = [self._number_in(statements, call) for call in earlier]
         if any(start >= end for start in starts):

@@ -62,7 +62,7 @@ def call_at(place: ScriptPlace, name: str, locate: Locate) -> ScriptCall | str:
     return ScriptCall(source, node, statement, getattr(node.func, "value", node.func))
 
 
-def blocks_around(source: SourceText, node: ast.AST) -> Iterator[tuple[object, ast.stmt]]:
+def blocks_around(source: SourceText, node: ast.AST) -> Iterator[tuple[tuple[ast.AST, str], ast.stmt]]:
     """The blocks around ``node``, the innermost first, each with its statement around ``node``."""
     while (parent := source.parents.get(node)) is not None:
         for field, value in ast.iter_fields(parent):

@@ -74,6 +74,10 @@ class _Search:
         """The changes that bring the weights nearer to those in fp32, and what is told of them."""
         before = self._tried([]).facts
 
+        # What stops the script, so that its steps cannot be compared without a change.
+        if before is not None and before.failure and not before.steps:
+            return self._running_again(before)
+
         # What cannot be compared, or is the user's to fix.
         if before is not None and before.problem:
             fewer = None
@@ -111,6 +115,23 @@ class _Search:
             changes, after, why = self._best(changes, wrong, before, tolerance)
             reasons += [(fault, why) for fault in wrong if why and not isinstance(fault.found, str)]
         return changes, self._fixing(changes, before, after, reasons, tolerance)
+
+    def _running_again(self, before: ScriptFacts) -> tuple[list[Change], Fixing]:
+        """The changes with which a script makes its steps that fails without, if it trains well."""
+        wrong = list(faults(before, self._located))
+        tolerance = self.options.tolerance or BF16.tolerance
+        changes = self._changes(wrong)
+        reasons = [(fault, fault.found) for fault in wrong if isinstance(fault.found, str)]
+        trial = self._tried(changes) if changes else Trial(None, "")
+        after, why = trial.facts, trial.failure
+        if after is not None:
+            is_right = after.distance is not None and after.distance <= tolerance and not _faulty(after)
+            why = after.problem or ("" if is_right else "the change that is known for it is not enough")
+        if after is None or why:
+            reasons += [(fault, why) for fault in wrong if not isinstance(fault.found, str)]
+            return [], self._fixing([], before, before, reasons, tolerance)
+        fixing = self._fixing(changes, msgspec.structs.replace(before, steps=after.steps), after, reasons, tolerance)
+        return changes, msgspec.structs.replace(fixing, outputs_equal=None)
 
     def _in_low_precision(self, before: ScriptFacts, tolerance: float) -> tuple[list[Change], Fixing]:
         """How a script that trains in fp32 trains under autocast."""
@@ -173,7 +194,11 @@ class _Search:
         return [fault.found for fault in wrong if not isinstance(fault.found, str)]
 
     def _located(self, place: ScriptPlace, name: str) -> tuple[SourceText, ast.AST] | str:
-        row = OpCall(name, source=place.source, caller=place.caller, span=place.span)
+        line = place.source
+        # Reports name a file of another folder without that
+        if line is not None and place.file and place.caller is None:
+            line = f"{place.file}:{line.rpartition(':')[2]}"
+        row = OpCall(name, source=line, caller=place.caller, span=place.span)
         return Sites(self.files, {}, "cpu").located(row)
 
     def _tried(self, changes: Sequence[Change], arguments: Sequence[str] | None = None) -> Trial:
@@ -190,7 +215,7 @@ class _Search:
         trial = ScriptTrial(path=path, arguments=given, steps=steps, twice=is_first)
         options = ScanOptions(seed=self.options.seed)
         try:
-            spec = self.spec._replace(sources=texts)
+            spec = self.spec._replace(sources=texts, arguments=given)
             return Trial(try_source(spec, options, self.isolation, trial, SECONDS).script, "")
         except (UsageError, ProcessLostError) as error:
             if is_first:

@@ -71,10 +71,10 @@ class Adoption:
             dtype = str(torch_dtype(precision.format)).removeprefix("torch.")
             sources = self._sources(script)
             for switch in switches(self._before, arguments, sources, dtype):
-                changes = [] if switch.change is None else [switch.change]
-                adopted = self._tried(precision, dtype, changes, switch.arguments or arguments, switch.words)
+                of_switch = [] if switch.change is None else [switch.change]
+                adopted = self._tried(precision, dtype, of_switch, switch.arguments or arguments, switch.words)
                 if adopted is not None:
-                    return adopted if changes else adopted._replace(command=switch.words)
+                    return adopted if of_switch else adopted._replace(command=switch.words)
             for words, changes in self._in_code(dtype):
                 if isinstance(changes, str):
                     self.left.append((words, changes))

@@ -21,12 +21,12 @@ from lowprec_check.engine.model.kept_files import replaced
 from lowprec_check.engine.model.observed_step import SECONDS, ThreadObserver, framework_of
 from lowprec_check.engine.model.user_module import run_script
 from lowprec_check.engine.model.without_extension import without_extension
-from lowprec_check.features.fix.observed_passes import ObservedPasses, add_noise, own_frames
+from lowprec_check.features.fix.observed_passes import ObservedPasses, add_noise, own_frames, place_of
 from lowprec_check.features.fix.seen_values import ScriptFacts, ScriptOption, ScriptPlace
 from lowprec_check.process import system
 from lowprec_check.torchkit.devices import seed_everything
 from lowprec_check.torchkit.floating_dtypes import NARROW
-from lowprec_check.torchkit.source_location import is_own_file, source_lines
+from lowprec_check.torchkit.source_location import is_own_file
 
 Weights = list[tuple[Tensor, Tensor]]
 """Before and after the steps."""
@@ -34,7 +34,9 @@ Weights = list[tuple[Tensor, Tensor]]
 NOISE = 0.01
 """Relative noise on each initial weight, which shows how much other weights in fp32 may differ."""
 
-NAMES_OF_SWITCHES = re.compile(r"amp|autocast|fp16|bf16|bfloat16|half|precision|dtype", re.IGNORECASE)
+NAMES_OF_SWITCHES = re.compile(
+    r"(?<![a-z])(amp|half)(?![a-z])|autocast|fp16|bf16|float16|precision|dtype", re.IGNORECASE
+)
 """How a script calls what selects low precision."""
 
 
@@ -175,7 +177,7 @@ class StepWatch(ThreadObserver):
         self._is_over = True
 
     def _note(self, what: str, frame: FrameType) -> ScriptPlace:
-        place = ScriptPlace(*source_lines(frame))
+        place = place_of(frame)
         self._places.setdefault(what, {})[place] = None
         return place
 
@@ -260,7 +262,7 @@ class StepWatch(ThreadObserver):
     def _enter(self, original: Callable[..., Any], context: Any) -> Any:
         if context._enabled:
             self._dtypes[str(context.fast_dtype).removeprefix("torch.")] = None
-        place = ScriptPlace(*source_lines(sys._getframe(2)))
+        place = place_of(sys._getframe(2))
         self._entered.append((place, context._enabled and context._cache_enabled, sum(self._asked.values())))
         return original(context)
 

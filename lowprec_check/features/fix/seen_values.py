@@ -38,6 +38,8 @@ class ScriptPlace(Struct, frozen=True):
     source: str | None
     caller: str | None = None
     span: str | None = None
+    file: str = ""
+    """The whole path of the innermost file of the user's own."""
 
 
 class ForwardPass(Struct, frozen=True):

@@ -128,9 +128,12 @@ class SourceText:
         return [self.line_before(first, header), *(Edit(at, at, more, -1) for at in starts)]
 
     def dedented(self, statements: Sequence[ast.stmt], block: ast.stmt) -> list[Edit]:
-        """The last statements of a compound statement behind it, with the lines before them."""
+        """The last statements of a compound statement behind it, with the comments before them."""
         less = len(self.indent_of(statements[0])) - len(self.indent_of(block))
-        numbers = range(statements[0].lineno, (statements[-1].end_lineno or 0) + 1)
+        first = statements[0].lineno
+        while self._lines[first - 2].strip()[:1] in ("", "#"):
+            first -= 1
+        numbers = range(first, (statements[-1].end_lineno or 0) + 1)
         starts = [self._starts[number - 1] for number in numbers if self._lines[number - 1].strip()]
         return [Edit(at, at + less, "") for at in starts]
 

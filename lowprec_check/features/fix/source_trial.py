@@ -20,6 +20,7 @@ from lowprec_check.core.machine import Machine
 from lowprec_check.core.preparation import on_device
 from lowprec_check.core.session import Grow, Session
 from lowprec_check.core.target_runs import open_runs
+from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.plain_run import judge, output_tensors, run_once
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.model.streamed_weights import is_in_memory
@@ -119,7 +120,16 @@ class ScriptTrial:
         def made_here(fp32: bool, *, noise: bool = False) -> _Made:
             return isolated(functools.partial(self._made, fp32, noise, options.seed), isolation, _Made)
 
-        in_fp32 = made_here(fp32=True)
+        try:
+            in_fp32 = made_here(fp32=True)
+        except UsageError as error:
+            # One that a missing kernel stops is observed to its end by other means
+            failed = isolated(self._observed, isolation, ScriptFacts)
+            if not failed.amp:
+                raise
+            failure = first_line(message_of(error))
+            yield SourceTrial(script=msgspec.structs.replace(failed, failure=failure, device=options.device_name or "cpu"))
+            return
         # A script that its GradScaler stops has its faults all the same
         try:
             as_it_is = made_here(fp32=False)
@@ -155,6 +165,13 @@ class ScriptTrial:
             fp32 = [tensor.double() for tensor in torch.load(io.BytesIO(in_fp32.weights))]
             facts = msgspec.structs.replace(facts, fp32=digest_of(fp32))
         yield SourceTrial(script=facts)
+
+    def _observed(self) -> ScriptFacts:
+        try:
+            observed = load_target(self.path, arguments=self.arguments, steps=1).observed
+        except UsageError:
+            observed = None
+        return ScriptFacts(steps=0, amp=() if observed is None else observed.amp)
 
     def _made(self, fp32: bool, noise: bool, seed: int) -> _Made:
         watch = made_steps(Path(self.path), self.arguments, self.steps, seed, fp32=fp32, noise=noise)
