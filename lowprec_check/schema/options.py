@@ -440,7 +440,7 @@ class FixOptions(DeclaredOptions):
         above=0.0,
     )
     plan: bool = option(False, "Also search for modules to keep in fp32, and compare.", group=THOROUGH)
-    train: bool = option(False, "Fix a training script: GradScaler, clipping of gradients, autocast around steps.")
+    train: bool = option(False, "Fix a training script: autocast in its loop, GradScaler, clipping of gradients.")
     steps: int | None = option(None, "With --train, the steps of the script.", unset="8", metavar="N", least=1)
     seed: int = _seed()
     without_kernel: Words = _without_kernel()

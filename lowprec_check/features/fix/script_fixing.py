@@ -16,7 +16,7 @@ from lowprec_check.features.fix.chosen import change_of, shown_path
 from lowprec_check.features.fix.fix_sites import OwnFiles, Sites
 from lowprec_check.features.fix.scene import Site, SourceFix, compose
 from lowprec_check.features.fix.script_fixes import Fault, faults
-from lowprec_check.features.fix.script_precision import DEFAULT, Adoption, Trial
+from lowprec_check.features.fix.script_precision import DEFAULT, Adoption, TriedScript, limit_of
 from lowprec_check.features.fix.seen_values import ScriptFacts, ScriptPlace
 from lowprec_check.features.fix.source_text import SourceText, edited, unified_diff
 from lowprec_check.features.fix.source_trial import ScriptTrial, try_source
@@ -26,6 +26,7 @@ from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.options import FixOptions, ScanOptions
 from lowprec_check.schema.precisions import BF16, FP16
 from lowprec_check.schema.statements import counted, say
+from lowprec_check.schema.training import STALLED
 
 STEPS = 8  # that are run by default
 NEARER = 0.5  # part of the distance from fp32's weights (1: weights that do not move) that a patch may leave
@@ -72,29 +73,14 @@ class _Search:
 
     def found(self) -> tuple[list[Change], Fixing]:
         """The changes that bring the weights nearer to those in fp32, and what is told of them."""
-        before = self._tried([]).facts
+        before = self._tried([]).facts or ScriptFacts(steps=0)
 
         # What stops the script, so that its steps cannot be compared without a change.
-        if before is not None and before.failure and not before.steps:
+        if before.failure and not before.steps:
             return self._running_again(before)
 
-        # What cannot be compared, or is the user's to fix.
-        if before is not None and before.problem:
-            fewer = None
-            if before.steps:
-                fewer = f"Add --steps {before.steps}."
-            raise UsageError(f"The steps of {self.spec.name} cannot be compared: {before.problem}.", fewer)
-        if before is None or not before.steps:
-            parts = "If it defines its parts, scan them: lowprec-check scan --train."
-            raise UsageError(f"{self.spec.name} makes no steps of training itself.", parts)
         wrong = list(faults(before, self._located))
-        if before.low_weights and not any(use.fault == "unscaled-fp16" for use in before.amp):
-            eps = ", in which eps of its optimizer is zero" if before.zero_eps else ""
-            ways = "Keep the weights in fp32, under autocast; lowprec-check scan --train compares the ways to train."
-            raise UsageError(f"{self.spec.name} trains weights in {before.low_weights[0]}{eps}.", ways)
-        if not before.fp32:
-            seed = "Seed all that it draws: torch.manual_seed(0)."
-            raise UsageError(f"Two runs of {self.spec.name} in fp32 differ, so no change can be judged.", seed)
+        self._check(before)
 
         # Changes that are known for what fails, if they help.
         tolerance = self.options.tolerance
@@ -102,6 +88,9 @@ class _Search:
             tolerance = (FP16 if "float16" in before.autocast else BF16).tolerance
         if Adoption.is_due(before) and not wrong:
             return self._in_low_precision(before, tolerance)
+        # Without a fault, it may be as far as another run in fp32, if its weights move
+        if not wrong and self.options.tolerance is None and (before.moved or 0.0) >= STALLED:
+            tolerance = limit_of(before, tolerance)
         reasons = list[tuple[Fault, str]]()
         if before.distance is not None and before.distance <= tolerance and not _faulty(before):
             near = f"not changed: within the tolerance of {tolerance:g}, these steps do as well without"
@@ -116,13 +105,31 @@ class _Search:
             reasons += [(fault, why) for fault in wrong if why and not isinstance(fault.found, str)]
         return changes, self._fixing(changes, before, after, reasons, tolerance)
 
+    def _check(self, before: ScriptFacts) -> None:
+        """Raise :class:`UsageError` if steps cannot be compared, or have what the user must fix."""
+        if before.problem:
+            fewer = None
+            if before.steps:
+                fewer = f"Add --steps {before.steps}."
+            raise UsageError(f"The steps of {self.spec.name} cannot be compared: {before.problem}.", fewer)
+        if not before.steps:
+            parts = "If it defines its parts, scan them: lowprec-check scan --train."
+            raise UsageError(f"{self.spec.name} makes no steps of training itself.", parts)
+        if before.low_weights and not any(use.fault == "unscaled-fp16" for use in before.amp):
+            eps = ", in which eps of its optimizer is zero" if before.zero_eps else ""
+            ways = "Keep the weights in fp32, under autocast; lowprec-check scan --train compares the ways to train."
+            raise UsageError(f"{self.spec.name} trains weights in {before.low_weights[0]}{eps}.", ways)
+        if not before.fp32:
+            seed = "Seed all that it draws: torch.manual_seed(0)."
+            raise UsageError(f"Two runs of {self.spec.name} in fp32 differ, so no change can be judged.", seed)
+
     def _running_again(self, before: ScriptFacts) -> tuple[list[Change], Fixing]:
         """The changes with which a script makes its steps that fails without, if it trains well."""
         wrong = list(faults(before, self._located))
         tolerance = self.options.tolerance or BF16.tolerance
         changes = self._changes(wrong)
         reasons = [(fault, fault.found) for fault in wrong if isinstance(fault.found, str)]
-        trial = self._tried(changes) if changes else Trial(None, "")
+        trial = self._tried(changes) if changes else TriedScript(None, "")
         after, why = trial.facts, trial.failure
         if after is not None:
             is_right = after.distance is not None and after.distance <= tolerance and not _faulty(after)
@@ -201,7 +208,7 @@ class _Search:
         row = OpCall(name, source=line, caller=place.caller, span=place.span)
         return Sites(self.files, {}, "cpu").located(row)
 
-    def _tried(self, changes: Sequence[Change], arguments: Sequence[str] | None = None) -> Trial:
+    def _tried(self, changes: Sequence[Change], arguments: Sequence[str] | None = None) -> TriedScript:
         """What the steps do with ``changes`` or other ``arguments``; without both, raises if they
         fail.
         """
@@ -216,11 +223,11 @@ class _Search:
         options = ScanOptions(seed=self.options.seed)
         try:
             spec = self.spec._replace(sources=texts, arguments=given)
-            return Trial(try_source(spec, options, self.isolation, trial, SECONDS).script, "")
+            return TriedScript(try_source(spec, options, self.isolation, trial, SECONDS).script, "")
         except (UsageError, ProcessLostError) as error:
             if is_first:
                 raise
-            return Trial(None, f"the script fails: {first_line(message_of(error))}")
+            return TriedScript(None, f"the script fails: {first_line(message_of(error))}")
 
     def _fixing(
         self,

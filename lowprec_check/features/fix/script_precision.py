@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from lowprec_check.engine.model.observed_training import SAME_LOSS
 from lowprec_check.features.fix.scene import SourceFix
 from lowprec_check.features.fix.script_autocast import autocast_changes
 from lowprec_check.features.fix.script_calls import Locate
@@ -23,7 +24,14 @@ DEFAULT = ("autocast-bf16", "autocast-fp16")
 """What is tried, in this order, unless a precision is asked for."""
 
 
-class Trial(NamedTuple):
+def limit_of(facts: ScriptFacts, tolerance: float) -> float:
+    """How far weights may end from those in fp32, as in a scan of training: twice as far as those
+    of another run in fp32, or the ``tolerance`` of the precision.
+    """
+    return max(tolerance, BEYOND * facts.spread)
+
+
+class TriedScript(NamedTuple):
     """What the steps of the script did with a change."""
 
     facts: ScriptFacts | None
@@ -52,7 +60,7 @@ class Adoption:
     def __init__(
         self,
         before: ScriptFacts,
-        run: Callable[[Sequence[Change], Sequence[str]], Trial],
+        run: Callable[[Sequence[Change], Sequence[str]], TriedScript],
         locate: Locate,
         tolerance: float | None,
     ) -> None:
@@ -107,24 +115,29 @@ class Adoption:
         self, precision: Precision, dtype: str, changes: list[Change], arguments: Sequence[str], words: str
     ) -> Adopted | None:
         trial = self._run(changes, arguments)
-        facts, limit = trial.facts, self.limit(precision)
+        facts, limit = trial.facts, self._tolerance or limit_of(self._before, precision.tolerance)
         # A scale that skips no step
         if facts is not None and facts.skipped and facts.scale is not None and changes:
             made = scaled(self._before, self._locate, facts.scale)
             if not isinstance(made, str) and any(fix.kind == "grad_scaler" for _, fix in changes):
                 changes = [*(change for change in changes if change[1].kind != "grad_scaler"), made]
                 trial = self._run(changes, arguments)
-        why = trial.failure or self._why_not(trial.facts, dtype, limit)
+        why = trial.failure or self._why_not(
+            trial.facts, dtype, limit, is_switch=all(fix.kind == "switch" for _, fix in changes)
+        )
         if why or trial.facts is None:
             self.left.append((words, why))
             return None
         return Adopted(precision, changes, trial.facts, limit)
 
-    def limit(self, precision: Precision) -> float:
-        """How far weights may end from those in fp32: as a scan of training allows."""
-        return max(self._tolerance or precision.tolerance, BEYOND * self._before.spread)
+    def _is_alike(self, after: ScriptFacts) -> bool:
+        """Whether its losses in fp32 are those of the script but for rounding."""
+        before = self._before.losses
+        pairs = zip(before, after.fp32_losses, strict=False)
+        apart = max((abs(loss - other) for loss, other in pairs), default=0.0)
+        return len(before) == len(after.fp32_losses) and apart <= SAME_LOSS * max(map(abs, before), default=0.0)
 
-    def _why_not(self, after: ScriptFacts | None, dtype: str, limit: float) -> str:
+    def _why_not(self, after: ScriptFacts | None, dtype: str, limit: float, *, is_switch: bool) -> str:
         """Why a trial does not pass; empty if it does."""
         if after is None:
             return "the script makes no steps"
@@ -134,7 +147,8 @@ class Adoption:
             return f"it does not enter autocast to {dtype} on {after.device}"
         if after.low_weights:
             return f"it trains weights in {after.low_weights[0]}"
-        if after.fp32 != self._before.fp32:
+        # A switch may change more than the dtype, as how batches are padded
+        if after.fp32 != self._before.fp32 and not (is_switch and self._is_alike(after)):
             return "it changes what the script does in fp32"
         if any(faults(after, lambda *_: "")):
             return "it brings another fault of AMP"

@@ -95,6 +95,8 @@ class ScriptFacts(Struct, frozen=True, kw_only=True):
     """How far its weights moved, in units of how far those in fp32 did; ``None`` if not finite."""
     losses: tuple[float, ...] = ()
     """Of its backward passes, without a scale."""
+    fp32_losses: tuple[float, ...] = ()
+    """The same in fp32."""
     losses_apart: float | None = None
     """How far its losses are from those in fp32, in units of these; ``None`` if not finite."""
     spread: float = 0.0

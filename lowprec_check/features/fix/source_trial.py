@@ -128,7 +128,9 @@ class ScriptTrial:
             if not failed.amp:
                 raise
             failure = first_line(message_of(error))
-            yield SourceTrial(script=msgspec.structs.replace(failed, failure=failure, device=options.device_name or "cpu"))
+            yield SourceTrial(
+                script=msgspec.structs.replace(failed, failure=failure, device=options.device_name or "cpu")
+            )
             return
         # A script that its GradScaler stops has its faults all the same
         try:
@@ -150,6 +152,7 @@ class ScriptTrial:
             facts,
             distance=distance if math.isfinite(distance) else None,
             moved=moved if math.isfinite(moved) else None,
+            fp32_losses=in_fp32.facts.losses,
             losses_apart=_losses_apart(as_it_is, in_fp32),
         )
         if self.twice:
