@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 from conftest import Call
+from shared_result import shared_result
 
 from lowprec_check.features.fix.fix_sites import OwnFiles, Sites
 from lowprec_check.features.fix.scene import compose
@@ -21,8 +22,12 @@ from lowprec_check.features.fix.script_steps import made_steps
 from lowprec_check.features.fix.script_switches import switches
 from lowprec_check.features.fix.seen_values import ScriptFacts, ScriptPlace
 from lowprec_check.features.fix.source_text import SourceText, edited
+from lowprec_check.features.fix.statements import patch_of_script
+from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.fixing import Fixing
 from lowprec_check.schema.op_calls import OpCall
+from lowprec_check.schema.statements import Sentence
+from lowprec_check.schema.training import TrainingSetup
 
 HEAD = """\
 import torch
@@ -354,3 +359,31 @@ def test_a_switch_of_the_script_is_used_if_it_trains_as_fp32_does(call: Call, tm
     done = call("fix", file, "-q", "--train", folder=tmp_path)
     assert "it does not enter autocast to bfloat16" in " ".join(done.stdout.split())
     assert "+            out = under(net, x)" in done.stdout.replace("    +", "+")
+
+
+def test_a_scan_of_a_script_names_the_search_for_a_patch_of_its_own_loop() -> None:
+    setup = TrainingSetup(steps=3, loss="", optimizer="", script="train.py:9")
+    best = Recommendation(
+        precision="autocast-bf16",
+        backend="eager",
+        memory_format="contiguous",
+        keep_fp32=[],
+        way="plain",
+        evidence="measured",
+        reason="",
+        code="for step in range(3): ...",
+    )
+    result = msgspec.structs.replace(shared_result(""), target="train.py", training=setup, recommendation=best)
+
+    def said(**changes: Any) -> list[str]:
+        made = list(patch_of_script(msgspec.structs.replace(result, **changes)))
+        return [statement.text for statement in made if isinstance(statement, Sentence)]
+
+    assert said() == [
+        "a patch of the script's own loop was not tried: lowprec-check fix train.py --train -p autocast-bf16 "
+        "searches for one"
+    ]
+    for name, value in (("script", ""), ("framework", "lightning")):
+        assert not said(training=msgspec.structs.replace(setup, **{name: value}))
+    for name, value in (("precision", "half"), ("stay_in_fp32", True), ("keep_fp32", ["fc"]), ("way", "kahan")):
+        assert not said(recommendation=msgspec.structs.replace(best, **{name: value}))
