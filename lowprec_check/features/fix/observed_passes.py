@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import traceback
 from collections.abc import Iterator, Sequence
 from types import CodeType, FrameType
@@ -15,8 +16,8 @@ from lowprec_check.features.fix.seen_values import ForwardPass, ScriptPlace
 from lowprec_check.torchkit.pytree import leaves
 from lowprec_check.torchkit.source_location import is_own_file, source_lines
 
-_MOST = 1000
-"""Calls that are kept for a later backward pass."""
+_LAST = 8
+"""Calls at one place that are kept for a later backward pass: each keeps what it has saved."""
 
 
 class _Frame(NamedTuple):
@@ -49,7 +50,7 @@ class ObservedPasses:
 
     def __init__(self) -> None:
         self._is_inside = False  # a call of a model
-        self._forwards: list[_Forward] = []
+        self._forwards: dict[tuple[ScriptPlace, ...], list[_Forward]] = {}
         self._earlier: list[_Forward] = []  # before the last step
         self._passes: dict[ScriptPlace, dict[ScriptPlace, None]] = {}
 
@@ -73,12 +74,14 @@ class ObservedPasses:
         tensors = [tensor for _, tensor in leaves(output)]
         nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
         if nodes:
-            self._forwards = [*self._forwards[1 - _MOST :], _Forward(stack, nodes)]
+            here = self._forwards.setdefault(tuple(frame.place for frame in stack), [])
+            here.append(_Forward(stack, nodes))
+            del here[:-_LAST]
 
     def backward(self, losses: Sequence[Tensor], frame: FrameType) -> None:
         """A backward pass of ``losses`` begins in ``frame``."""
         stack, reached = own_frames(frame), _reached(losses)
-        kept = (*self._earlier, *self._forwards)
+        kept = [*self._earlier, *itertools.chain(*self._forwards.values())]
         for forward in [forward for forward in kept if not reached.isdisjoint(forward.nodes)]:
             # The innermost function that runs in both
             same = 0
@@ -94,7 +97,8 @@ class ObservedPasses:
 
     def step(self) -> None:
         """An optimizer made its step: free what is not needed later; a generator's pass may be."""
-        self._earlier, self._forwards = self._forwards, []
+        self._earlier = list(itertools.chain(*self._forwards.values()))
+        self._forwards = {}
 
 
 def _reached(losses: Sequence[Tensor]) -> set[Any]:

@@ -88,7 +88,7 @@ class _Pass(NamedTuple):
         loss: ast.expr = self.backward.func.value  # type: ignore[attr-defined]
         name = unused_name(source, "loss")
         assert isinstance(statement, ast.stmt)
-        more = "\t" if source.indent_of(statement).startswith("\t") else "    "
+        more = source.more_indent(statement)
         start, end = source.span(loss) if scales else source.outer(loss)
         lines = [header, f"{more}{name} = {source.segment(loss)}"]
         return [*(source.line_before(statement, line) for line in lines), Edit(start, end, name)]

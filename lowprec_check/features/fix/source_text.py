@@ -122,10 +122,20 @@ class SourceText:
         with this ``header``.
         """
         first, last = statements[0], statements[-1]
-        more = "\t" if self.indent_of(first).startswith("\t") else "    "
+        more = self.more_indent(first)
         numbers = range(first.lineno, (last.end_lineno or 0) + 1)
         starts = [self._starts[number - 1] for number in numbers if self._lines[number - 1].strip()]
         return [self.line_before(first, header), *(Edit(at, at, more, -1) for at in starts)]
+
+    def more_indent(self, statement: ast.stmt) -> str:
+        """What a block inside that of ``statement`` is indented by more."""
+        own, outer = self.indent_of(statement), self.parents[statement]
+        if own.startswith("\t"):
+            return "\t"
+        more = ""
+        if isinstance(outer, ast.stmt):
+            more = own[len(self.indent_of(outer)) :]
+        return more if 0 < len(more) < 4 else "    "
 
     def dedented(self, statements: Sequence[ast.stmt], block: ast.stmt) -> list[Edit]:
         """The last statements of a compound statement behind it, with the comments before them."""

@@ -1,4 +1,4 @@
-"""Statements that are left out of a text, wherever they share lines."""
+"""Statements that are left out of a text, or indented under another, as the text is."""
 
 from __future__ import annotations
 
@@ -29,3 +29,18 @@ def test_statements_are_left_out_and_the_others_stay(tmp_path: Path, seed: int) 
     stay = [ast.unparse(statement) for statement in block if statement not in left_out]
     now = ast.parse(changed).body[0].body  # type: ignore[attr-defined]
     assert [ast.unparse(statement) for statement in now] == (stay or ["pass"])
+
+
+@pytest.mark.parametrize("indent", ["  ", "    ", "\t"])
+@pytest.mark.parametrize("around", ["for x in y:", "try:"])
+def test_statements_are_indented_as_their_file_is(tmp_path: Path, indent: str, around: str) -> None:
+    file = tmp_path / "code.py"
+    after = "" if around.startswith("for") else f"\n{indent}finally:\n{indent * 2}pass"
+    lines = [f"{indent}{around}", f"{indent * 2}if a:", f"{indent * 3}b()", "", f"{indent * 2}c()  # d"]
+    file.write_text("def f():\n" + "\n".join(lines) + after + "\n")
+    source = SourceText(file)
+    block = source.tree.body[0].body[0].body  # type: ignore[attr-defined]
+    changed = edited(source.text, source.indented_under(block, "with e:"))
+    inner = [f"{indent * 2}with e:", f"{indent * 3}if a:", f"{indent * 4}b()", "", f"{indent * 3}c()  # d"]
+    assert changed == "def f():\n" + "\n".join([lines[0], *inner]) + after + "\n"
+    ast.parse(changed)
