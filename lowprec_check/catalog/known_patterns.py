@@ -24,6 +24,12 @@ class OpsAround(NamedTuple):
     """The largest finite magnitude of its results."""
     in_fp32: bool
     """Whether all that it reads is in fp32, so that its inputs were rounded before."""
+    directly: frozenset[str] = frozenset()
+    """Ops whose results it reads itself."""
+    from_input: bool = False
+    """Whether it computes on an input of the model, directly or through a few others."""
+    vanished: bool = False
+    """Whether it, or an op before it, takes a constant that is zero in the dtype."""
 
 
 class KnownPattern(StrictStruct, frozen=True, kw_only=True):
@@ -45,6 +51,14 @@ class KnownPattern(StrictStruct, frozen=True, kw_only=True):
     """Ops after it, in the same form."""
     absent: list[str] = []
     """Ops that are neither before nor after it."""
+    not_before: list[str] = []
+    """Ops that are not before it."""
+    directly: list[str] = []
+    """Ops whose results it reads itself, each `name` or `this|or that`."""
+    without_input: bool = False
+    """Whether it depends on no input of the model, as tables of positions do."""
+    vanished: bool = False
+    """Whether it, or an op before it, takes a constant that is zero in the dtype."""
     dtypes: list[LowDtype] = []
     ways: list[Way] = []
     at_least: float | None = None
@@ -66,7 +80,9 @@ class KnownPattern(StrictStruct, frozen=True, kw_only=True):
     @property
     def criteria(self) -> int:
         """How much it asks of what is around the op."""
-        return len(self.reads) + len(self.feeds) + len(self.absent) + (self.at_least is not None) + self.in_fp32
+        lists = (self.reads, self.feeds, self.absent, self.not_before, self.directly)
+        flags = (self.at_least is not None, self.in_fp32, self.without_input, self.vanished)
+        return sum(map(len, lists)) + sum(flags)
 
     def may_fit(self, code: str, dtype: str | None, way: Way | None) -> bool:
         """Whether it is about findings of ``code`` in such runs."""
@@ -80,8 +96,12 @@ class KnownPattern(StrictStruct, frozen=True, kw_only=True):
             and all(_has(around.reads, names) for names in self.reads)
             and all(_has(around.feeds, names) for names in self.feeds)
             and not any(_has(near, names) for names in self.absent)
+            and not any(_has(around.reads, names) for names in self.not_before)
+            and all(_has(around.directly, names) for names in self.directly)
             and (self.at_least is None or (around.largest or 0.0) >= self.at_least)
             and (not self.in_fp32 or around.in_fp32)
+            and (not self.without_input or not around.from_input)
+            and (not self.vanished or around.vanished)
         )
 
 

@@ -69,6 +69,13 @@ DEVICE_OPS = (
 """With the ops in the header, these are exactly what builds of torch 2.6 to 2.15 register."""
 
 
+ANY_AUTOCAST_DTYPE = ("cuda",)
+"""Devices on which ``torch.autocast`` runs in any dtype. On others it is disabled with a warning
+unless the dtype is fp16 or bf16: so in torch/amp/autocast_mode.py of each release from 2.6 to 2.13.
+They differ in the words, and up to 2.9 XPU warns of a region with ``enabled=False``, too.
+"""
+
+
 class ReadHeader(NamedTuple):
     """What the header of a release lists."""
 

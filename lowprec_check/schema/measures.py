@@ -320,6 +320,20 @@ class Ablation(Struct, frozen=True, kw_only=True):
     """``rel_l2`` that the shares predict to first order; ``None`` if these are not the reason."""
 
 
+class ClampTrial(Struct, frozen=True, kw_only=True):
+    """A failing run again, with the inputs of logarithms and ``rsqrt`` kept away from zero.
+
+    They are at least the smallest normal number of their dtype, where these functions gave Inf.
+    """
+
+    places: int
+    """At how many places."""
+    status: Status
+    """How that run ended, with the tolerance of the run."""
+    rel_l2: float | None = None
+    """Error of its output; ``None`` if it is not finite."""
+
+
 class UncoveredFault(Struct, frozen=True, kw_only=True):
     """An op that gives Inf or NaN, or an error, once what hides that is in fp32."""
 

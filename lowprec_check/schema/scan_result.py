@@ -31,6 +31,7 @@ from lowprec_check.schema.fixing import Fixing
 from lowprec_check.schema.measures import (
     Ablation,
     BatchRanges,
+    ClampTrial,
     ConstantTrial,
     ErrorBudget,
     InputsTried,
@@ -124,7 +125,9 @@ class Run(Struct, frozen=True, kw_only=True):
     ablation: Ablation | None = None
     """What fp32 in the modules blamed for its error changed; ``None`` if it passes, or none is."""
     uncovered: list[UncoveredFault] = []
-    """Further ops with Inf or NaN, which the first one hides; of a run that fails by them."""
+    """Further ops with Inf, NaN or errors, which the first one hides; of a run that fails by it."""
+    clamp_trial: ClampTrial | None = None
+    """The run with other inputs of logarithms that give Inf; ``None`` if it passes, or has none."""
     input_trials: list[InputTrial] = []
     """What single inputs that are not cast change; of a cast that fails, in which casts matter."""
     range_trials: list[RangeTrial] = []

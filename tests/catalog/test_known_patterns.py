@@ -24,6 +24,8 @@ def shown_by(pattern: KnownPattern) -> OpsAround:
         feeds=frozenset(names.partition("|")[0] for names in pattern.feeds),
         largest=pattern.at_least,
         in_fp32=pattern.in_fp32,
+        directly=frozenset(names.partition("|")[0] for names in pattern.directly),
+        vanished=pattern.vanished,
     )
 
 
@@ -37,7 +39,9 @@ def test_codes_ops_and_examples_exist() -> None:
     functions = {"conv1d", "conv2d", "conv3d", "cdist"}
     for pattern in PATTERNS:
         assert set(pattern.codes) <= rules().keys(), pattern.id
-        around = "|".join([*pattern.ops, *pattern.reads, *pattern.feeds, *pattern.absent]).split("|")
+        around = "|".join(
+            [*pattern.ops, *pattern.reads, *pattern.feeds, *pattern.absent, *pattern.not_before, *pattern.directly]
+        ).split("|")
         assert {name for name in around if name not in names} <= functions, pattern.id
         assert (ROOT / "tests" / "field" / f"{pattern.example}.py").is_file()
 
@@ -55,6 +59,14 @@ def test_a_pattern_fits_what_it_asks_for_and_nothing_less(pattern: KnownPattern)
         assert not pattern.fits(around._replace(feeds=around.feeds | {names.partition("|")[0]}))
     if pattern.at_least is not None:
         assert not pattern.fits(around._replace(largest=pattern.at_least / 2))
+    for names in pattern.not_before:
+        assert not pattern.fits(around._replace(reads=around.reads | {names.partition("|")[0]}))
+    if pattern.directly:
+        assert not pattern.fits(around._replace(directly=frozenset()))
+    if pattern.without_input:
+        assert not pattern.fits(around._replace(from_input=True))
+    if pattern.vanished:
+        assert not pattern.fits(around._replace(vanished=False))
     if pattern.in_fp32:
         assert not pattern.fits(around._replace(in_fp32=False))
 

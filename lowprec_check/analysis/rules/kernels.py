@@ -172,9 +172,9 @@ _ORIGINS = {
     "buffer": "as the buffer {}",
     "attribute": "as {}, which is no parameter and no buffer",
     "input": "as the input {}",
-    "made": "{} made it",
-    "cast": "{} made it",
-    "op": "{} gave it",
+    "made": "made by {}",
+    "cast": "made by {}",
+    "op": "the result of {}",
 }
 
 

@@ -18,7 +18,7 @@ from lowprec_check.analysis.rules.relevance import (
     wider_range,
 )
 from lowprec_check.analysis.run_summary import fails_elsewhere
-from lowprec_check.schema.measures import ConstantTrial
+from lowprec_check.schema.measures import ClampTrial, ConstantTrial
 from lowprec_check.schema.module_paths import patterns
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.precisions import FloatFormat, formats
@@ -103,6 +103,9 @@ def _advice(run: Run, result: ScanResult, row: OpCall) -> Sentence | str:
         return "on other inputs Inf may become NaN: stay within torch.finfo(x.dtype), or try the module in fp32"
     if row.op.startswith(CAST_INPUT):
         return chained(in_range(run), passing_elsewhere(run, result), between=", or ")
+    if row.op.startswith("cast ") and not row.module:
+        fitting = say("try values of {weight:text} that the dtype holds", weight=row.op.removeprefix("cast "))
+        return chained(fitting, passing_elsewhere(run, result), between=", or ")
     return wider_range(run, result, row.module)
 
 
@@ -145,7 +148,7 @@ def underflow(result: ScanResult) -> Iterator[Finding]:
         message = say(became, share=row.flushed)
         if row.op.startswith(CAST_INPUT):
             return message, chained(in_range(run), passing_elsewhere(run, result), between=", or ")
-        scale = say("scale the values up before this op")
+        scale = say("try to scale the values up before this op")
         return message, chained(scale, keep_in_fp32(run, result, row.module), between=", or ")
 
     yield from weighed_places(result, underflows, lambda row: row.flushed or 0.0, describe, by_trial="zero")
@@ -326,6 +329,23 @@ def _with_others(run: Run, trial: ConstantTrial) -> Sentence:
     return say(tried, number=number, error=trial.rel_l2)
 
 
+def _with_clamped(run: Run, trial: ClampTrial) -> Sentence:
+    """What a run gives with clamped inputs of logarithms."""
+    inputs, end = "its input", "the output still has NaN or Inf"
+    if trial.places > 1:
+        inputs = f"the inputs at all {trial.places} such places"
+    if trial.status == "ok":
+        end = "the output passes, error {error:error}"
+    elif trial.rel_l2 is not None and run.status == "nonfinite":
+        end = "the output is finite, error {error:error}, over the tolerance"
+    elif trial.rel_l2 is not None:
+        end = "the output error is still {error:error}, over the tolerance"
+    tried = f"with {inputs} clamped at the smallest normal number, {end}"
+    if trial.rel_l2 is None:
+        return say(tried.replace(", error {error:error}", ""))
+    return say(tried, error=trial.rel_l2)
+
+
 def _largest_of(row: OpCall, number: float, written: FloatFormat | None) -> str:
     """How to write a constant so that it is not zero in the dtype, and the same in fp32."""
     constant, held, where = row.vanished or 0.0, f"{number:.1g}", ""
@@ -362,7 +382,9 @@ def division_by_zero(result: ScanResult) -> Iterator[Finding]:
     reference, which the scan computes alongside each op, it is finite. IEEE 754 calls this a
     division by zero: nothing is too large for the dtype.
 
-    It is a note in a run that passes, and if the Inf does not reach the output, as for LP201.
+    It is a note in a run that passes, and if the Inf does not reach the output, as for LP201. A run
+    that fails is tried with the inputs of these logarithms and `rsqrt` clamped at the smallest
+    normal number of the dtype; the advice says what that gives.
 
     Usual causes: an epsilon for fp32 that is zero in fp16, as in `log(x + 1e-8)` (LP206); values
     that are too small for the dtype and become zero in an earlier op (LP202).
@@ -383,7 +405,13 @@ def division_by_zero(result: ScanResult) -> Iterator[Finding]:
         infinite = f"is infinite in {{values:of value}}, which are finite in {wide_dtype(result)}"
         pole, values = POLES[short_op(row.op)], [row.introduced_inf, row.compared_values]
         message = say(f"{{op:op}} of {{pole:text}} {infinite}", op=row.op, pole=pole, values=values)
-        clamp = say("clamp its input with a number that the dtype holds")
+        trial = run.clamp_trial
+        clamp: Sentence | None = say("try to clamp its input with a number that the dtype holds")
+        if trial is not None and POLES[short_op(row.op)] == "0":
+            message, clamp = chained(message, _with_clamped(run, trial)), None
+            if trial.status == "ok":
+                clamp = say("clamp its input x: x.clamp(min=torch.finfo(x.dtype).tiny)")
+                return message, chained(clamp, passing_elsewhere(run, result), between=", or ")
         return message, chained(clamp, wider_range(run, result, row.module), between=", or ")
 
     yield from weighed_places(result, divides, lambda row: row.introduced_inf, describe, by_trial="Inf")

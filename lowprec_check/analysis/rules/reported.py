@@ -16,6 +16,9 @@ from lowprec_check.schema.scan_result import Run
 NEAR = 12
 """Calls between two ops that belong together: a norm has seven, an attention ten."""
 
+FROM_INPUT = 0
+"""In :attr:`OpCall.reads`: an input of the model."""
+
 _CALLS = 4  # of a place that are looked at: a module in a loop is the same each time
 
 Place = tuple[str | None, str | None, str | None]
@@ -53,9 +56,11 @@ class CallsAround:
         self._run = run
         self._rows = list(run.op_calls.rows())
         self._places: dict[Place, list[int]] = {}
+        self._lines: dict[tuple[str | None, str | None], list[int]] = {}
         self._readers: dict[int, list[int]] = {}
         for index, row in enumerate(self._rows):
             self._places.setdefault(row.place, []).append(index)
+            self._lines.setdefault((row.module, row.source), []).append(index)
             for writer in self._writers(index):
                 self._readers.setdefault(writer, []).append(index)
 
@@ -70,28 +75,39 @@ class CallsAround:
         op = place[1]
         if op is None:
             return None
-        calls = self._places.get(place, [])[:_CALLS]
+        # A function that fails above dispatch has no call of its own, but those of its rescue.
+        calls = self._places.get(place) or self._lines.get((place[0], place[2]), [])
+        calls = calls[:_CALLS]
         rows = [self._rows[index] for index in calls]
+        before = [self._rows[index] for index in self._near(calls, self._writers)]
+        after = [self._rows[index] for index in self._near(calls, lambda call: self._readers.get(call, []))]
         return OpsAround(
             op=function_name(op),
-            reads=self._near(calls, self._writers),
-            feeds=self._near(calls, lambda call: self._readers.get(call, [])),
+            reads=_functions(before),
+            feeds=_functions(after),
             largest=max((row.absmax for row in rows if row.absmax is not None), default=None),
             in_fp32=bool(rows) and all(_reads_fp32(row) for row in rows),
+            directly=_functions(self._rows[index] for call in calls for index in self._writers(call)),
+            from_input=any(FROM_INPUT in row.reads for row in (*rows, *before)),
+            vanished=any(row.vanished is not None for row in (*rows, *before)),
         )
 
     def _writers(self, call: int) -> list[int]:
         return [call - back for back in self._rows[call].reads if back]
 
-    def _near(self, calls: Iterable[int], following: Callable[[int], list[int]]) -> frozenset[str]:
-        """The functions that ``following`` reaches in at most :data:`NEAR` steps."""
+    def _near(self, calls: Iterable[int], following: Callable[[int], list[int]]) -> set[int]:
+        """The calls that ``following`` reaches in at most :data:`NEAR` steps."""
+        near: set[int] = set()
         reached, last = set(calls), set(calls)
-        ops: set[str] = set()
         for _ in range(NEAR):
             last = {index for call in last for index in following(call)} - reached
             reached |= last
-            ops |= {function_name(self._rows[index].op) for index in last}
-        return frozenset(ops)
+            near |= last
+        return near
+
+
+def _functions(rows: Iterable[OpCall]) -> frozenset[str]:
+    return frozenset(function_name(row.op) for row in rows)
 
 
 def _reads_fp32(row: OpCall) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload
 
-from lowprec_check.catalog.predictable import CastPolicy, installed_policies, policies_of
+from lowprec_check.catalog.predictable import ANY_AUTOCAST_DTYPE, CastPolicy, installed_policies, policies_of
 from lowprec_check.catalog.versions import release_of
 from lowprec_check.core.trace.ops import map_args, tensors_in
 from lowprec_check.features.prediction.device_kernels import StandInKernels, allow_fft
@@ -121,14 +121,15 @@ def _answer_as(device: str) -> None:
 
 
 def _construct_autocast_as(device: str, named: Callable[[str], str]) -> None:
-    """Give ``torch.autocast`` the rules of ``device``, which torch 2.8 to 2.13 share.
+    """Give ``torch.autocast`` the rules of ``device``, which torch 2.6 to 2.13 share.
 
-    CUDA runs it in any dtype. Other devices do in 16 bits only, and disable it with a warning.
+    Those of :data:`ANY_AUTOCAST_DTYPE` run it in any dtype. Others do in 16 bits only, and disable
+    it with a warning.
     """
     mode: Any = torch.amp.autocast_mode
     initialize, enter, cast, told = mode.autocast.__init__, mode.autocast.__enter__, mode._cast, mode.warnings
     arguments_of = inspect.signature(initialize).bind
-    takes_any_dtype = device == "cuda"
+    takes_any_dtype = device in ANY_AUTOCAST_DTYPE
 
     def said(message: Any) -> str:
         return str(message).replace("CPU A", f"{device.upper()} A").replace("CPU a", f"{device.upper()} a")
