@@ -580,6 +580,21 @@ for x, y in batches():
     model.take(x)
     model.learn(F.cross_entropy(model.compute(), y) + model.out.mean())
 """
+SCRIPTS["tensors that are filled with what a model computes"] = """
+model = nn.Linear(8, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x, y in batches():
+    before = torch.empty(33, 3)
+    before[0] = 1.0
+    before[1:] = model(x)
+    after = torch.zeros(2, 32, 3)
+    for number in range(2):
+        after[number] = before[1:] * (1 + number) + before[0]
+    loss = F.cross_entropy(after.sum(0), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
 BY_HAND = {
     "p.data": "    for p in model.parameters():\n        p.data.add_(p.grad, alpha=-0.1)\n    model.zero_grad()\n",
     "zeroed before the next loss": "    for p in model.parameters():\n        p.data = p.data - 0.1 * p.grad\n"
@@ -597,6 +612,12 @@ BY_HAND = {
     "            p -= 0.1 * p.grad\n    model.zero_grad()\n",
 }
 """Updates that SGD makes too, by how they are written."""
+REFUSED["other processes"] = (
+    "import multiprocessing\ndef work(part):\n    pass\nif __name__ == '__main__':\n"
+    "    process = multiprocessing.get_context('fork').Process(target=work, args=(model,))\n"
+    "    process.start()\n    process.join()\n    model(X)\n",
+    "it starts other processes at train.py:18, in which nothing is observed, and computes no gradients in its own",
+)
 REFUSED["a loss that torch cannot see"] = (
     "@torch.jit.script\ndef f(a):\n    return (a.logsumexp(1) - a[:, 0]).mean()\nfor x, y in batches():\n"
     "    loss = f(model(x))\n    optimizer.zero_grad()\n    loss.backward()\n    optimizer.step()\n",

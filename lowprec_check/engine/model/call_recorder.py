@@ -231,7 +231,7 @@ class CallRecorder(TorchFunctionMode):
             place = id(tensor), version_of(tensor)
             if tensor.requires_grad or place in self.copies:
                 continue
-            if id(tensor) in self._read:
+            if id(tensor) in self._read or any(read.requires_grad for read in node.reads):
                 self.copies[place] = tensor.detach().clone()
         # Draws matter only without gradients, where results are data and not computed again
         states = None

@@ -149,6 +149,8 @@ class Program:
         """Where the user's code read numbers or dtypes of what the loss may depend on."""
         self.calls = [node for node in self.nodes if isinstance(node.call, nn.Module)]
         self.trained, self._keys = trained, dict[int, Tensor]()
+        self._filled: dict[int, Tensor] = {}
+        """By id, what tensors held before values with gradients were written into them."""
         self._inputs = self._find_inputs(copies)
         self._parameters: dict[int, str] = {}  # names in the root, by key
         self._steps: list[_Step] = []
@@ -162,17 +164,21 @@ class Program:
             for tensor, version in zip(node.reads, node.versions, strict=True):
                 if id(tensor) in made or id(tensor) in self.trained:
                     continue
-                if tensor.grad_fn is not None and _reaches(tensor, self.trained):
+                is_changed = not isinstance(node.call, nn.Module) and version_of(tensor) != version
+                copy = copies.get((id(tensor), version)) if is_changed else None
+                if copy is None and tensor.grad_fn is not None and _reaches(tensor, self.trained):
                     function = tensor.grad_fn.name()
                     raise UnrepeatableError(
                         f"{node.line} reads a tensor that {function} made of the weights, in code that is not Python"
                     )
+                if is_changed and copy is None:
+                    raise UnrepeatableError(f"a tensor that {node.line} reads is changed in place later")
                 # Its values at the time of the call; a model has copies of all that it reads
                 source = tensor
-                if not isinstance(node.call, nn.Module) and version_of(tensor) != version:
-                    if (id(tensor), version) not in copies:
-                        raise UnrepeatableError(f"a tensor that {node.line} reads is changed in place later")
-                    source = copies[id(tensor), version]
+                if copy is not None and any(tensor is changed for changed in node.changed):
+                    self._filled[id(tensor)] = copy
+                elif copy is not None:
+                    source = copy
                     node.read_instead(tensor, source)
                 inputs[id(source)] = source
             made |= node.written()
@@ -211,8 +217,10 @@ class Program:
         wanted = {id(t) for node in self.nodes if node is not single for t in node.reads if id(t) in self._inputs}
         read = [tensor for identity, tensor in self._inputs.items() if identity in wanted]
         self.input_keys = [self._key(tensor) for tensor in read]
-        values = [copied.get(id(tensor), tensor).detach().clone() for tensor in read]
-        inputs = [value.requires_grad_(tensor.requires_grad) for value, tensor in zip(values, read, strict=True)]
+        self._filled_keys = [self._key(tensor) for tensor in read if id(tensor) in self._filled]
+        sources = [self._filled.get(id(tensor), tensor) for tensor in read]
+        values = [copied.get(id(tensor), tensor).detach().clone() for tensor in sources]
+        inputs = [value.requires_grad_(source.requires_grad) for value, source in zip(values, sources, strict=True)]
         # Placeholders stand for all tensors, so that these can be freed
         for node, phase in zip(self.nodes, self.phases, strict=True):
             if node is single:
@@ -252,7 +260,7 @@ class Program:
     def release(self) -> None:
         """Free the tensors that were recorded."""
         self.losses, self.nodes, self.calls, self.numbers = [], [], [], []
-        self._inputs, self.trained, self._values, self.phases = {}, {}, {}, []
+        self._inputs, self.trained, self._values, self.phases, self._filled = {}, {}, {}, [], {}
         self.plan = [phase._replace(losses=()) for phase in self.plan]
         for step in self._steps:
             node = step.node
@@ -282,6 +290,8 @@ class Program:
         """
         # Later phases read what earlier ones computed
         values = self._values = self._values if phase else dict(zip(self.input_keys, inputs, strict=True))
+        if not phase:
+            values |= {key: values[key].clone() for key in self._filled_keys}
         values |= {key: root.get_parameter(name) for key, name in self._parameters.items()}
 
         def value_of(placeholder: Tensor) -> Tensor:

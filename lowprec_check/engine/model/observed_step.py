@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+import multiprocessing.process
 import os
 import sys
 import threading
@@ -42,6 +43,8 @@ from lowprec_check.process import system
 from lowprec_check.torchkit.devices import MemoryLimit, free_memory, generator_restorers
 from lowprec_check.torchkit.pytree import leaves, map_tensors
 from lowprec_check.torchkit.source_location import own_line
+
+_SPAWN = torch.multiprocessing.start_processes.__code__
 
 _FRAMEWORKS = ("transformers.trainer", "lightning", "pytorch_lightning", "accelerate")
 """What trains: how names of modules start that call ``backward()``."""
@@ -136,6 +139,7 @@ class StepObserver(ThreadObserver):
             *self._amp.functions,
             *self._casts.functions,
             (torch, "clear_autocast_cache", self._leave_autocast),
+            (multiprocessing.process.BaseProcess, "start", self._start_process),
             (Optimizer, "__init__", self._made),
             (Optimizer, "zero_grad", self._zero_grad),
             (nn.Module, "zero_grad", self._zero_grad),
@@ -415,6 +419,14 @@ class StepObserver(ThreadObserver):
         if self._recorder.on:
             return self._recorder.recorded(original, args, kwargs)
         return original(*args, **kwargs)
+
+    def _start_process(self, original: Callable[..., Any], process: Any) -> None:
+        """A process that gets a model, or is one of ``torch.multiprocessing.spawn``, may train."""
+        values = [*process._args, *process._kwargs.values()]
+        spawns = any(frame.f_code is _SPAWN for frame, _ in traceback.walk_stack(None))
+        if spawns or any(isinstance(value, nn.Module) for value in values):
+            self.found.processes = self.found.processes or own_line(sys._getframe(2))
+        original(process)
 
     def _leave_autocast(self, original: Callable[..., Any]) -> None:
         self._in_autocast = False

@@ -280,6 +280,7 @@ class ObservedSteps:
     calls: int = 0  # of models
     passes: int = 0  # calls of backward()
     problem: str | None = None  # why no step can be made as the script makes it
+    processes: str | None = None  # the line that starts other processes, which may train
     amp: Callable[[], tuple[AmpUse, ...]] = tuple  # what it does wrong with autocast and `GradScaler`
     cast_of: Callable[[nn.Module], WeightCast | None] = lambda _root: None  # how it casts its weights
 
@@ -328,8 +329,11 @@ class ObservedSteps:
     def training(self, script: str) -> ObservedTraining | None:
         """What a scan trains, after a check of the first step; ``None`` without any gradients."""
         try:
-            if not self.is_training:
+            if not self.is_training and self.processes is None:
                 return None
+            if not self.is_training:
+                where = f"it starts other processes at {self.processes}, in which nothing is observed"
+                raise UnrepeatableError(f"{where}, and computes no gradients in its own")
             if self.problem is not None or not self.steps:
                 none = "it makes no step of a torch.optim.Optimizer with the gradients that it computes"
                 raise UnrepeatableError(self.problem or f"{none}: {self.seen}")
@@ -469,7 +473,8 @@ class ObservedSteps:
             if not any(id(parameter) in trained for parameter in own):
                 kind = type(optimizer).__name__
                 yield f"the script has another optimizer, {kind}, made at {line}: the scan does not make its steps"
-        if any(key in trained for record in self.records[1:] for key in record.left):
+        # Of a step that is not complete, weights may be left that it does not train
+        if any(key in trained for record in self.records[1:] if record.made for key in record.left):
             yield "the script does not clear its gradients before its second step: the scan clears them in each step"
         yield from self.facts
 

@@ -114,7 +114,7 @@ def run_user_code(work: Callable[[], object], script: str, steps: int, defined: 
             observer = StepObserver(steps, keeps_autocast=True)
             ran = run_to_first_call(work, observer)
         training = None
-        if ran.call is not None or observer.found.is_training:
+        if ran.call is not None or observer.found.is_training or observer.found.processes:
             training = observer.found.training(script)
         if defined is not None and training is None:  # it is no script
             ran = ran._replace(call=None)
