@@ -38,6 +38,7 @@ from lowprec_check.cli.options import (
 from lowprec_check.cli.progress import progress
 from lowprec_check.cli.report import Reports, Saves, Verbose, check_reports, print_report, prints_json, save_files
 from lowprec_check.errors import Terminated, UsageError
+from lowprec_check.report.foreign_text import visible
 from lowprec_check.report.registry import FORMATS
 from lowprec_check.schema.options import OUTPUT, ScanOptions
 from lowprec_check.schema.registry import choices
@@ -90,6 +91,12 @@ def scan(
             OUTPUT, "--format", "-f", metavar="NAME", help=f"What to print: {choices(FORMATS.names())}. Default: text."
         ),
     ] = None,
+    observe: Annotated[
+        bool,
+        grouped(
+            OUTPUT, "--observe", listed=False, help="With --train, only show what the training step of a script is."
+        ),
+    ] = False,
     verbose: Verbose = False,
     isolation: Isolation = None,
     quiet: Quiet = False,
@@ -97,7 +104,6 @@ def scan(
     """Run a model in fp32, half, bfloat16 and autocast. Shows which of them run, how accurate and
     fast they are, and what to do.
     """
-    from lowprec_check.analysis.baseline import load
     from lowprec_check.analysis.rules.registry import check_codes
 
     # What can be wrong is checked first: a scan takes minutes.
@@ -106,17 +112,12 @@ def scan(
     is_printed = prints_json(json, format)
     printed = FORMATS.get("json" if is_printed else format or "text")
     printed.check_available()
-    is_new = False
-    if update_baseline:
-        if baseline is None:
-            raise UsageError("--update-baseline needs a file to write.", "Add --baseline FILE.")
-        check_writable(baseline, "--baseline")
-        is_new = not baseline.exists() or not baseline.stat().st_size
-    accepted = None
-    if baseline is not None and not is_new:
-        accepted = load(baseline)  # also if it is updated: another file is never overwritten
+    accepted = _accepted(baseline, update_baseline=update_baseline)
     check_writable(save_plan, "--save-plan")
     check_codes([*options.select, *options.ignore])
+    if observe:
+        _observe(target, script_arguments(context), options, isolation, quiet=quiet)
+        return
     with stdout_kept(), progress(quiet) as display:
         from lowprec_check.core.session import scan_file
         from lowprec_check.engine.model.target_spec import TargetSpec
@@ -187,6 +188,35 @@ def _unfinished(path: Path | None) -> ScanResult | None:
     if earlier.complete:
         return None
     return earlier
+
+
+def _accepted(baseline: Path | None, *, update_baseline: bool) -> Baseline | None:
+    """The accepted findings; ``None`` without a file, or if that is still to be made."""
+    from lowprec_check.analysis.baseline import load
+
+    is_new = False
+    if update_baseline:
+        if baseline is None:
+            raise UsageError("--update-baseline needs a file to write.", "Add --baseline FILE.")
+        check_writable(baseline, "--baseline")
+        is_new = not baseline.exists() or not baseline.stat().st_size
+    if baseline is None or is_new:
+        return None
+    return load(baseline)  # also if it is updated: another file is never overwritten
+
+
+def _observe(
+    target: str, arguments: tuple[str, ...], options: ScanOptions, isolation: Isolation | None, *, quiet: bool
+) -> None:
+    """Print what the training step of a script is."""
+    if not options.train:
+        raise UsageError("--observe shows the training step of a script.", "Add --train.")
+    with stdout_kept(), progress(quiet) as display:
+        from lowprec_check.core.observation import observe_file
+        from lowprec_check.engine.model.target_spec import TargetSpec
+
+        observed = observe_file(TargetSpec(target, arguments=arguments, steps=1), options, isolation, display.step)
+    print(*map(visible, observed.lines), sep="\n")
 
 
 def _save_so_far(result: ScanResult, keys: Sequence[RunKey], path: Path) -> None:

@@ -239,9 +239,9 @@ class Program:
         # Programs of equal form can share the code of a step, and differ in their inputs only
         self.loss_keys = [[self._key(loss) for loss in phase.losses] for phase in self.plan]
         self._later = []
-        for number, phase in enumerate(self.plan):
+        for number, part in enumerate(self.plan):
             # A closure may be called again
-            later = {key for step in self._steps if step.phase > number - phase.is_inside for key in step.reads}
+            later = {key for step in self._steps if step.phase > number - part.is_inside for key in step.reads}
             # A loss may be computed long before its backward pass
             self._later.append(later.union(*self.loss_keys[number + 1 :]))
         plan = [(phase.clears, len(phase.losses), phase.steps, phase.is_inside) for phase in self.plan]

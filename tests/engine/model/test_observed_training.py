@@ -891,3 +891,22 @@ def test_the_code_for_an_optimizer_of_several_passes_makes_its_calls(
         return  # the code has the settings of one step, and clips where the script does
     for name, after in zip(dict(target.model.named_parameters()), wanted[-1], strict=True):
         torch.testing.assert_close(target.model.get_parameter(name), after, rtol=1e-3, atol=1e-4)
+
+
+def test_observe_shows_the_step_and_ends(here: Path, write: Write, call: Call) -> None:
+    body = "import subprocess\nsubprocess.run(['true'])\nmodel = nn.Linear(8, 3)\n"
+    body += "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nfor x, y in batches():\n"
+    body += (
+        "    for xs, ys in zip(x.split(16), y.split(16)):\n        (F.cross_entropy(model(xs), ys) / 2).backward()\n"
+    )
+    body += "    nn.utils.clip_grad_norm_(model.parameters(), 0.5)\n    optimizer.step()\n    optimizer.zero_grad()\n"
+    path = write(HEAD + body, "train.py")
+    code, out, _ = call("scan", path, "--train", "--observe", "--isolation", "none")
+    assert code == 0
+    assert "model      Linear, 27 trained parameters" in out
+    assert "optimizer  SGD(lr=0.1, weight_decay=0), made at train.py:14" in out
+    assert "loss       cross_entropy of train.py:17" in out
+    assert "passes     2 backward passes a step" in out
+    assert "clip_grad_norm_(parameters, 0.5)" in out
+    assert out.count("starts true at train.py:12") == 1
+    assert "autocast" not in out
