@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing import spawn
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -45,7 +44,7 @@ from lowprec_check.torchkit.devices import MemoryLimit, free_memory, generator_r
 from lowprec_check.torchkit.pytree import leaves, map_tensors
 from lowprec_check.torchkit.source_location import own_line
 
-_SPAWN = spawn.__code__
+_SPAWN = torch.multiprocessing.spawn.__code__  # type: ignore[attr-defined]
 
 _FRAMEWORKS = ("transformers.trainer", "lightning", "pytorch_lightning", "accelerate")
 """What trains: how names of modules start that call ``backward()``."""
