@@ -21,7 +21,7 @@ TRAINING = "train_"
 """Names of examples of training start with this."""
 SLOW = ("cifar_resnet50",)
 """It trains its model first, for minutes."""
-WITH_JSON = ("scans/whitening", "scans/masked_attention", "scans/speaker_embedding")
+WITH_JSON = ("scans/whitening", "scans/masked_attention", "scans/speaker")
 
 
 def scans() -> dict[str, tuple[str, dict[str, Any]]]:

@@ -328,7 +328,7 @@ def test_what_fails_in_an_example_is_fixed_or_explained(call: Call, name: str) -
 @pytest.mark.slow
 def test_the_readme_shows_the_patch_of_its_example(call: Call) -> None:
     shown = (ROOT / "README.md").read_text(encoding="utf-8").partition("```diff\n")[2].partition("```")[0]
-    done = call("fix", "examples/speaker_embedding.py", "-q", folder=ROOT)
+    done = call("fix", "examples/speaker.py", "-q", folder=ROOT)
     changed = [
         line[4:] for line in done.stdout.splitlines() if line[4:5] in ("+", "-") and line[5:8] not in ("++ ", "-- ")
     ]
