@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from lowprec_check.features.fix.scene import SourceFix, torch_in, unused_name, wrapped
-from lowprec_check.features.fix.script_calls import Locate, blocks_around
+from lowprec_check.features.fix.script_calls import FUNCTIONS, Locate, blocks_around
 from lowprec_check.features.fix.seen_values import ForwardPass, ScriptFacts
 from lowprec_check.features.fix.source_text import Edit, SourceText
 
@@ -21,45 +22,62 @@ class _Region(NamedTuple):
     statements: list[ast.stmt]
 
 
-def autocast_changes(facts: ScriptFacts, locate: Locate, dtype: str, *, widens: bool = False) -> list[Change] | str:
-    """Autocast around what each backward pass follows from, or why not.
+Widened = Literal["nothing", "outputs", "read later"]
+"""What models return is cast to fp32: at once, for a loss that needs it, or behind the block."""
 
-    ``widens``: what models return is cast to fp32, for code that reads it in fp32.
-    """
+
+def autocast_changes(facts: ScriptFacts, locate: Locate, dtype: str, widens: Widened = "nothing") -> list[Change] | str:
+    """Autocast around what each backward pass follows from, or why not."""
     if not facts.passes:
         return "no call of a model leads to its backward passes in its own code"
-    passes, calls = list[_Pass](), list[tuple[SourceText, ast.expr]]()
+    passes = list[_Pass]()
     for forward_pass in facts.passes:
         located = _located(forward_pass, locate)
         if isinstance(located, str):
             return located
         passes.append(located)
-        calls += [(located.source, call) for call in located.forward if isinstance(call, ast.expr)]
     changes = list[Change]()
     for source in dict.fromkeys(located.source for located in passes):
         torch, imports = torch_in(source)
         header = f'with {torch}.autocast("{facts.device}", {torch}.{dtype}):'
-        events = list(_events(facts, source, locate))
-        edits = list(imports)
-        covered = list[ast.stmt]()
-        for located in [located for located in passes if located.source is source]:
-            if located.in_loss:
-                edits += located.split(header, scales=dtype == "float16")
-            region = located.region(events)
-            if isinstance(region, str):
-                return region
-            covered += [statement for statement in region if statement not in covered]
-        unfit = next((each for each in covered if not source.can_be_indented(each)), None)
-        if unfit is not None:
-            return f"line {unfit.lineno} cannot be indented"
-        for run in _runs(source, covered):
-            edits += source.indented_under(run, header)
-        if widens:
-            for call in {id(call): call for of, call in calls if of is source}.values():
-                edits += wrapped(source, call, ".float()")
-        anchor = passes[0].backward
-        changes.append((source, SourceFix("autocast", _WHY.format(dtype), anchor, edits=tuple(edits))))
+        own = [located for located in passes if located.source is source]
+        covered = _covered(own, list(_events(facts, source, locate)))
+        if isinstance(covered, str):
+            return covered
+        edits = [*imports]
+        for located in own:
+            edits += located.split(header, scales=dtype == "float16") if located.in_loss else []
+        edits += _indented(source, covered, header, own, widens)
+        changes.append((source, SourceFix("autocast", _WHY.format(dtype), own[0].backward, edits=tuple(edits))))
     return changes
+
+
+def _covered(passes: list[_Pass], events: list[ast.AST]) -> list[ast.stmt] | str:
+    """The statements of a file that are put under autocast."""
+    covered = list[ast.stmt]()
+    for located in passes:
+        region = located.region(events)
+        if isinstance(region, str):
+            return region
+        covered += [statement for statement in region if statement not in covered]
+    unfit = next((each for each in covered if not passes[0].source.can_be_indented(each)), None)
+    return covered if unfit is None else f"line {unfit.lineno} cannot be indented"
+
+
+def _indented(
+    source: SourceText, covered: list[ast.stmt], header: str, passes: list[_Pass], widens: Widened
+) -> Iterator[Edit]:
+    """What puts statements under autocast, and casts what models return to fp32."""
+    calls = list({id(call): call for each in passes for call in each.forward if isinstance(call, ast.expr)}.values())
+    for run in _runs(source, covered):
+        yield from source.indented_under(run, header)
+        if widens == "read later":
+            indent = source.indent_of(run[-1]) + source.more_indent(run[0])
+            lines = [f"{indent}{name} = {name}.float()" for name in _read_later(source, run, calls)]
+            yield from [source.lines_behind(run[-1], lines)] if lines else []
+    if widens == "outputs":
+        for call in calls:
+            yield from wrapped(source, call, ".float()")
 
 
 _WHY = "the forward pass and the loss are computed under autocast to {}"
@@ -136,6 +154,20 @@ class _Pass(NamedTuple):
 
     def _number_in(self, statements: list[ast.stmt], call: ast.AST) -> int:
         return next(number for number, each in enumerate(statements) if self.source.around_is(call, each))
+
+
+def _read_later(source: SourceText, run: list[ast.stmt], calls: list[ast.expr]) -> Iterator[str]:
+    """The variables that get what models return, and that are read behind these statements."""
+    scope = source.around(run[0], FUNCTIONS) or source.tree
+    end = source.span(run[-1])[1]
+    reads = [node for node in ast.walk(scope) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    later = {node.id for node in reads if source.span(node)[0] >= end}
+    bound: dict[str, None] = {}
+    for statement in itertools.chain(*map(ast.walk, run)):
+        if isinstance(statement, ast.Assign) and any(source.around_is(call, statement) for call in calls):
+            names = [node for target in statement.targets for node in ast.walk(target)]
+            bound |= dict.fromkeys(node.id for node in names if isinstance(node, ast.Name))
+    yield from (name for name in bound if name in later)
 
 
 def _names(statement: ast.stmt) -> Iterator[str]:

@@ -16,7 +16,7 @@ from lowprec_check.features.fix.chosen import change_of, shown_path
 from lowprec_check.features.fix.fix_sites import OwnFiles, Sites
 from lowprec_check.features.fix.scene import Site, SourceFix, compose
 from lowprec_check.features.fix.script_fixes import Fault, faults
-from lowprec_check.features.fix.script_precision import DEFAULT, Adoption, TriedScript, limit_of
+from lowprec_check.features.fix.script_precision import DEFAULT, FAILS, Adoption, TriedScript, limit_of
 from lowprec_check.features.fix.seen_values import ScriptFacts, ScriptPlace
 from lowprec_check.features.fix.source_text import SourceText, edited, unified_diff
 from lowprec_check.features.fix.source_trial import ScriptTrial, try_source
@@ -227,7 +227,7 @@ class _Search:
         except (UsageError, ProcessLostError) as error:
             if is_first:
                 raise
-            return TriedScript(None, f"the script fails: {first_line(message_of(error))}")
+            return TriedScript(None, f"{FAILS}: {first_line(message_of(error))}")
 
     def _fixing(
         self,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from lowprec_check.engine.model.observed_training import SAME_LOSS
 from lowprec_check.features.fix.scene import SourceFix
-from lowprec_check.features.fix.script_autocast import autocast_changes
+from lowprec_check.features.fix.script_autocast import Widened, autocast_changes
 from lowprec_check.features.fix.script_calls import Locate
 from lowprec_check.features.fix.script_fixes import faults, scaled
 from lowprec_check.features.fix.script_switches import switches
@@ -19,6 +19,8 @@ from lowprec_check.schema.training import BEYOND, STALLED
 from lowprec_check.torchkit.floating_dtypes import torch_dtype
 
 Change = tuple[SourceText, SourceFix]
+
+FAILS = "the script fails"
 
 DEFAULT = ("autocast-bf16", "autocast-fp16")
 """What is tried, in this order, unless a precision is asked for."""
@@ -107,9 +109,14 @@ class Adoption:
                 yield f"a GradScaler for {dtype}", made
                 return
             scaler.append(made)
-        for words, widens in ((f"autocast to {dtype}", False), (f"autocast to {dtype}, with outputs in fp32", True)):
-            changes = autocast_changes(self._before, self._locate, dtype, widens=widens)
-            yield words, changes if isinstance(changes, str) else [*changes, *scaler]
+        words = f"autocast to {dtype}"
+        changes = autocast_changes(self._before, self._locate, dtype)
+        yield words, changes if isinstance(changes, str) else [*changes, *scaler]
+        # Code that fails, as that of NumPy without bf16, needs fp32 later; else the loss may
+        widens: Widened = "read later" if self.left[-1][1].startswith(FAILS) else "outputs"
+        others = autocast_changes(self._before, self._locate, dtype, widens)
+        if others != changes:
+            yield f"{words}, with outputs in fp32", others if isinstance(others, str) else [*others, *scaler]
 
     def _tried(
         self, precision: Precision, dtype: str, changes: list[Change], arguments: Sequence[str], words: str

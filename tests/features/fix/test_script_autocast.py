@@ -233,6 +233,31 @@ def test_a_patched_loop_trains_under_autocast(here: Path, monkeypatch: pytest.Mo
     assert not all_in_autocast(text, monkeypatch)
 
 
+def test_what_is_read_later_is_cast_to_fp32_if_it_must_be(here: Path) -> None:
+    text = (
+        HEAD
+        + """
+seen = []
+for x, y in batches:
+    optimizer.zero_grad()
+    hidden, out = model[0](x), model(x)
+    loss = F.mse_loss(out, y)
+    loss.backward()
+    optimizer.step()
+    seen.append(out.detach().numpy())
+"""
+    )
+    facts, locate = observed(here, text)
+    changes = autocast_changes(facts, locate, "bfloat16", "read later")
+    assert not isinstance(changes, str), changes
+    ((source, fix),) = changes
+    changed = edited(source.text, compose(source, [fix]))
+    assert "        loss = F.mse_loss(out, y)\n        out = out.float()\n    loss.backward()" in changed
+    assert len(run(changed)["seen"]) == 8
+    with pytest.raises(TypeError, match="BFloat16"):
+        run(patched(here, text))
+
+
 @pytest.mark.parametrize("name", ["function", "accumulation and clipping", "one statement"])
 def test_fp16_gets_a_scaler_that_is_updated_once_a_step(here: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     text = HEAD + LOOPS[name]
