@@ -31,7 +31,7 @@ _IN_FP32 = {
 }
 """What they say for fp32, and for these formats then."""
 
-_OTHERS = {"bfloat16": ("fp16", "float16", "half"), "float16": ("bf16", "bfloat16")}
+_OTHERS = {"bfloat16": ("fp16", "float16", "half"), "float16": ("bf16",)}
 """What names of switches for the other format have."""
 
 _FRAMEWORKS = {
@@ -60,6 +60,12 @@ def switches(
     yield from itertools.islice(candidates, MOST)
 
 
+def _is_of_another(name: str, dtype: str) -> bool:
+    """Whether a switch is for the other format by its name."""
+    short = name.lower().replace("bfloat16", "bf16")
+    return any(other in short for other in _OTHERS[dtype])
+
+
 def _in_arguments(arguments: Sequence[str], dtype: str) -> Iterator[Switch]:
     """A value that the command line has already: ``--dtype=float32``."""
     for number, argument in enumerate(arguments):
@@ -75,7 +81,7 @@ def _options(facts: ScriptFacts, arguments: Sequence[str], dtype: str) -> Iterat
     """Options that are not given: ``--amp --amp-dtype bfloat16``."""
     given = {argument.partition("=")[0] for argument in arguments}
     free = [option for option in facts.options if option.flag not in given]
-    fitting = [option for option in free if not any(other in option.flag.lower() for other in _OTHERS[dtype])]
+    fitting = [option for option in free if not _is_of_another(option.flag, dtype)]
     flags = [option for option in fitting if option.is_switch]
     valued = [(option, value) for option in fitting if (value := _value_for(option, dtype)) is not None]
     # The switch together with the dtype that it takes
@@ -138,7 +144,7 @@ def _named_value(node: ast.AST) -> tuple[str, ast.expr] | None:
 
 def _constant_for(name: str, value: ast.expr, dtype: str) -> str | None:
     """What a constant is replaced by; ``None`` if it seems to be no switch."""
-    fits = NAMES_OF_SWITCHES.search(name) and not any(other in name.lower() for other in _OTHERS[dtype])
+    fits = NAMES_OF_SWITCHES.search(name) and not _is_of_another(name, dtype)
     if not fits or not isinstance(value, ast.Constant):
         return None
     if value.value is False:

@@ -301,6 +301,7 @@ SWITCHES = {
     "--amp --amp-dtype bfloat16": 'parser.add_argument("--amp", action="store_true")\n'
     'parser.add_argument("--amp-dtype", default="float16")',
     "--mixed-precision bf16": 'parser.add_argument("--mixed-precision", choices=["no", "fp16", "bf16"], default="no")',
+    "--bfloat16": 'parser.add_argument("--bfloat16", action="store_true")',
     "--dtype bfloat16": 'parser.add_argument("--dtype", default="float32")',
 }
 
