@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from lowprec_check.schema.findings import Diagnostic, ReportedCase, Severity
-from lowprec_check.schema.statements import agree, counted, fill, joined, module_name, some, words
+from lowprec_check.schema.statements import counted, fill, joined, module_name, some, words
 
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")  # the most severe first
 CHOICES = "LP304"  # the code of choices that differ from fp32's
@@ -76,9 +76,27 @@ class FindingGroup(NamedTuple):
     @property
     def what(self) -> str:
         """The messages with their advice; advice that is the same for all is at the end."""
-        if len({message.help for message in self.messages}) > 1:
+        advice = self.advice
+        if len(advice) > 1 and len(self.messages) > 1 and not self._in_same_words:
             return self._said(with_advice=True)
-        return self.said + fill(" → {}", self.messages[0].help)
+        return self.said + fill(" → {}", self.what_to_do)
+
+    @property
+    def what_to_do(self) -> str:
+        """The advice; that of each run if it differs."""
+        advice = self.advice
+        if len(advice) == 1:
+            return next(iter(advice))
+        return "; ".join(f"{', '.join(runs)}: {text}" for text, runs in advice.items() if text)
+
+    @property
+    def advice(self) -> dict[str, list[str]]:
+        """Each advice with its runs; empty text for those without."""
+        advice: dict[str, list[str]] = {}
+        for message in self.messages:
+            runs = advice.setdefault(message.help or "", [])
+            runs += [run for run in message.runs if run not in runs]
+        return advice
 
     @property
     def said(self) -> str:
@@ -90,8 +108,14 @@ class FindingGroup(NamedTuple):
         """What users reported of the like, of the first message about which something is known."""
         return next((message.known for message in self.messages if message.known is not None), None)
 
+    @property
+    def _in_same_words(self) -> bool:
+        return len({words(d.sentence) for message in self.messages for d in message.found}) == 1
+
     def _said(self, *, with_advice: bool) -> str:
         """The messages, each with its runs, or with its modules where the runs are the same."""
+        if self._in_same_words and not with_advice:
+            return joined([d.sentence for message in self.messages for d in message.found])
         same = len({tuple(message.runs) for message in self.messages}) == 1
         said = []
         for message in self.messages:
@@ -164,29 +188,6 @@ def _runs(members: Iterable[Diagnostic]) -> list[str]:
 def is_harmless(diagnostic: Diagnostic) -> bool:
     """Whether it is known that its run does not fail for it."""
     return diagnostic.severity == "note" and diagnostic.matters is False
-
-
-def no_effect(found: Sequence[FindingGroup]) -> str:
-    """``24 of them make no run fail``; empty if that is not known of any."""
-    # findings are counted, not groups
-    count = sum(group.size for group in found if group.harmless)
-    if count:
-        return f"{count:,} of them {agree(count, 'makes', 'make')} no run fail"
-    return ""
-
-
-def folded(found: Iterable[FindingGroup]) -> str:
-    """Groups in one line: ``LP202 underflow (half) ×3, LP401 cast-churn (autocast-bf16)``."""
-    codes: dict[str, list[FindingGroup]] = {}
-    for group in found:
-        codes.setdefault(f"{group.code} {group.name}", []).append(group)
-    lines = []
-    for name, members in codes.items():
-        runs = ", ".join(dict.fromkeys(run for group in members for run in group.runs))
-        count = sum(group.size for group in members)
-        times = f" ×{count}" if count > 1 else ""
-        lines.append(f"{name}{fill(' ({})', runs)}{times}")
-    return ", ".join(lines)
 
 
 def tally(diagnostics: Sequence[Diagnostic]) -> str:

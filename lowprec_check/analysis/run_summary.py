@@ -20,11 +20,15 @@ from lowprec_check.schema.verdict import look
 _NO_KERNEL = ("missing-kernel", "unsupported-dtype", "no-backend-kernel", "crash")
 
 
+PREDICTED = " · predicted"
+"""What the label of a predicted run ends with."""
+
+
 def label(run: Run) -> str:
     """Name in reports: ``half``, ``plan (half)``, ``half · inductor``, ``half · predicted``."""
     precision = f"{run.precision}{fill(' ({})', run.base)}"
     name = qualified(precision, run.backend, run.memory_format)
-    return name if run.evidence == "measured" else f"{name} · {run.evidence}"
+    return name if run.evidence == "measured" else f"{name}{PREDICTED}"
 
 
 def reference_of(runs: Sequence[Run]) -> Run | None:

@@ -21,9 +21,15 @@ from lowprec_check.schema.statements import (
 )
 from lowprec_check.schema.verdict import StatusLook, look
 
-Detail = Literal["first", "more", "all"]
-"""``first``: in every format; ``more``: in documents and with ``-v``; ``all``: only on pages."""
-DETAILS: tuple[Detail, ...] = ("first", "more", "all")
+Detail = Literal["brief", "first", "more", "all"]
+"""``brief``: only on a first screen; ``first``: in every format; ``more``: in documents and with
+``-v``, which have it in place of what is brief; ``all``: only on pages.
+"""
+_SHOWN_WITH: dict[Detail, Sequence[Detail]] = {
+    "first": ("brief", "first"),
+    "more": ("first", "more"),
+    "all": ("first", "more", "all"),
+}
 
 
 # -- typed values of cells
@@ -283,26 +289,31 @@ class Document:
     title: str
     blocks: Sequence[Block]
     tool: str = ""
+    head: Sequence[Block] = ()
+    """What the document is about: title, conditions that change what to do."""
     advice: Sequence[Block] = ()
-    """What to do: after the first line of a document, at the end on a terminal."""
+    """What to do, and why: after the head."""
+    code: Sequence[Block] = ()
+    """What to paste, after the advice, and on a terminal at the end; where to look for more."""
     whole: bool = False
     """Whether Markdown has all rows too, as a file; else it is short enough for a comment."""
 
     def shown(
-        self, detail: Detail, advice: Literal["below title", "verdict first", "last"] = "below title"
+        self, detail: Detail, order: Literal["head first", "verdict first", "code last"] = "head first"
     ) -> Iterator[Block]:
-        """The blocks up to a level of detail; a heading only if something follows it."""
-        allowed = DETAILS[: DETAILS.index(detail) + 1]
+        """The blocks of a level of detail; a heading only if something follows it."""
         pending: list[Heading] = []
-        before, after = self.blocks[:1], self.blocks[1:]
+        verdict = [block for block in self.advice if isinstance(block, Say) and block.role == "verdict"]
+        reasons = [block for block in self.advice if block not in verdict]
         orders = {
-            "below title": [*before, *self.advice, *after],
-            "verdict first": [*self.advice[:1], *before, *self.advice[1:], *after],
-            "last": [*before, *after, *self.advice],
+            "head first": [*self.head, *self.advice, *self.code, *self.blocks],
+            "verdict first": [*verdict, *self.head, *reasons, *self.code, *self.blocks],
+            "code last": [*self.head, *self.advice, *self.blocks, *self.code],
         }
-        for block in orders[advice]:
-            # only a terminal, which has the advice last, shows what to type next
-            if block.detail not in allowed or (advice != "last" and isinstance(block, Say) and block.role == "prompt"):
+        for block in orders[order]:
+            # only a terminal shows what to type next
+            is_prompt = isinstance(block, Say) and block.role == "prompt"
+            if block.detail not in _SHOWN_WITH[detail] or (is_prompt and order != "code last"):
                 continue
             # a heading waits for what it is above; another of its level takes its place
             if isinstance(block, Heading):

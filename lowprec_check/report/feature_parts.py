@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from lowprec_check.report.blocks import Block, Column
+from lowprec_check.report.blocks import Block, Column, Detail
 from lowprec_check.schema.registry import objects_of_features
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Statement
@@ -31,6 +31,8 @@ class RunColumn(NamedTuple):
     column: Column
     cell: Callable[[Run, ScanResult], Any]
     """The value of a run, or ``None``."""
+    detail: Detail = "first"
+    """Whether the first screen has it, or only a report with more detail."""
 
 
 def sections(after: Place, result: ScanResult, said: Sequence[Statement]) -> Iterator[Block]:

@@ -182,7 +182,7 @@ def scan_page(result: ScanResult) -> Document:
         if isinstance(block, Heading) and block.anchor == CONDITIONS:
             blocks += page_blocks(result)
         blocks.append(block)
-        if isinstance(block, Table) and block.name == "runs":
+        if isinstance(block, Table) and block.name == "runs" and block.detail != "brief":
             blocks += [*filter(None, [charts.tradeoff(result)]), *sections("runs", result, result.statements)]
     return replace(document, blocks=blocks)
 

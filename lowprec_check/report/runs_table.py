@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from lowprec_check.analysis.recommend import tag
-from lowprec_check.analysis.run_summary import LEAST_MEMORY, degenerate_output, is_too_small, label, memory_ratio
+from lowprec_check.analysis.run_summary import (
+    LEAST_MEMORY,
+    PREDICTED,
+    degenerate_output,
+    is_too_small,
+    label,
+    memory_ratio,
+    part_of_tolerance,
+    shorten,
+)
 from lowprec_check.analysis.speed import speed
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.analysis.statements.status import error_text
-from lowprec_check.report.blocks import Column, ErrorOf, Row, Table, shown_speed
+from lowprec_check.report.blocks import Column, Detail, ErrorOf, Row, Table, shown_speed
 from lowprec_check.report.feature_parts import RunColumn
 from lowprec_check.schema.registry import objects_of_features
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER
@@ -24,27 +33,39 @@ _COLUMNS = (
         "Relative L2 error of the output against fp32, ‖y − r‖ / ‖r‖. "
         "The bar is on a log scale from 1e-6 to 1; its tick is the tolerance.",
     ),
+    Column("of tolerance", "share", "The largest error over all inputs, relative to the tolerance."),
     Column("speed", "speed", "How many times as fast as fp32 a call is."),
     Column("memory", "ratio", "Peak memory of a call, or of a step of training, relative to fp32."),
     Column("setup", "text", "Seconds that preparing and compiling took."),
 )
 """Those between the status and the reason, for :func:`_figures`."""
+_BRIEF = {"output error": "error"}
+_LONGEST = 60
+"""Letters of a reason in a brief table, which cuts it where a line ends."""
 
 
-def runs_table(result: ScanResult, said: Sequence[Statement] | None = None) -> Table:
-    """A row per run: status, error, speed, memory, what else was measured, and why it failed."""
+def runs_table(
+    result: ScanResult,
+    said: Sequence[Statement] | None = None,
+    detail: Detail = "first",
+    explained: Collection[str] = (),
+) -> Table:
+    """A row per run: status, error, speed, memory, what else was measured, and why it failed. A
+    ``brief`` one gives a line to each, and no reason to those that are ``explained`` beside it.
+    """
     if said is None:
         said = statements(result)
+    is_brief = detail == "brief"
     named = any(run.backend != EAGER or run.memory_format != CONTIGUOUS for run in result.runs)
-    of_features = objects_of_features("report", RunColumn)
+    of_features = [each for each in objects_of_features("report", RunColumn) if not is_brief or each.detail != "more"]
     figures = []
     for run in result.runs:
         cells = {column.column.name: column.cell(run, result) for column in of_features}
-        figures.append(_figures(run, result) | cells)
+        figures.append(_figures(run, result, is_brief) | cells)
     # besides the main figures, a column is shown if a run has it
-    names = {"speed", "memory"}.union(
-        *({name for name, value in of_run.items() if value is not None} for of_run in figures)
-    )
+    names = {name for of_run in figures for name, value in of_run.items() if value is not None}
+    if not is_brief:
+        names |= {"speed", "memory"}
     if result.is_forward:
         names.add("output error")
     columns = []
@@ -54,18 +75,41 @@ def runs_table(result: ScanResult, said: Sequence[Statement] | None = None) -> T
     rows = []
     for run, of_run in zip(result.runs, figures, strict=True):
         name = label(run)
-        about = (each for each in said if each.about in ("runs", "margin") and name in each.runs)
-        why = _why_reference(run) if run.is_reference else "; ".join(each.text_of(name) for each in about)
+        about = [each for each in said if each.about in ("runs", "margin") and name in each.runs]
+        if run.is_reference:
+            why = _why_reference(run)
+        elif is_brief:
+            why = "" if name in explained else _briefly(run, about, result)
+        else:
+            why = "; ".join(each.text_of(name) for each in about)
+        if is_brief:  # the title says that all are predicted
+            name = name.removesuffix(PREDICTED)
         row = [name, shown_status(run, result), *(of_run.get(column.name) for column in shown), why]
         rows.append(Row(row, tag(run, result)))
     first = [Column("run" if named else "precision", "run"), Column("status", "status")]
-    return Table([*first, *shown, Column("why", "sentence")], rows, "runs")
+    if is_brief:
+        shown = [column._replace(name=_BRIEF.get(column.name, column.name)) for column in shown]
+    return Table([*first, *shown, Column("why", "sentence")], rows, "runs", detail=detail)
 
 
-def _figures(run: Run, result: ScanResult) -> dict[str, Any]:
+def _briefly(run: Run, about: Sequence[Statement], result: ScanResult) -> str:
+    """Why the run fails, in a line; of one that passes, that it is near its limit, or why slow."""
+    texts = [each.text_of(label(run)) for each in about if each.about != "margin"]
+    if any(each.about == "margin" and each.tone == "warn" for each in about):
+        texts.append("near its limit")
+    if not texts and run.format is not None and speed(run, result.runs).told == "slower":
+        short = run.format.short
+        if result.environment.get(f"{short}_accelerated") is False:
+            texts.append(f"{short} not accelerated")
+    return shorten("; ".join(texts), _LONGEST)
+
+
+def _figures(run: Run, result: ScanResult, is_brief: bool) -> dict[str, Any]:
     """What was measured of a run, by the name of the column."""
     error, found = run.output_error, speed(run, result.runs)
     figures: dict[str, Any] = {"memory": memory_ratio(run, result.runs)}
+    if is_brief and result.is_forward and not run.is_reference and run.distance is not None and run.tolerance:
+        figures["of tolerance"] = part_of_tolerance(run)
     if run.setup_seconds is not None:
         figures["setup"] = f"{run.setup_seconds:.1f} s"
     if not run.is_reference and found.told != "unknown":

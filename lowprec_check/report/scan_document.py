@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from lowprec_check.analysis.findings import FindingGroup, folded, groups, no_effect, tally
+from lowprec_check.analysis.findings import FindingGroup, groups, tally
+from lowprec_check.analysis.headlines import MOST, Headline, headlines
 from lowprec_check.analysis.recommend import recommended_run
 from lowprec_check.analysis.rules.registry import rules
-from lowprec_check.analysis.run_summary import candidates, label
+from lowprec_check.analysis.run_summary import PREDICTED, candidates, label, shorten
 from lowprec_check.analysis.statements.advice import basis, sentences
 from lowprec_check.analysis.statements.kinds import kinds, statements
 from lowprec_check.catalog.versions import release_of
@@ -16,6 +18,7 @@ from lowprec_check.report.blocks import (
     Block,
     CodeBlock,
     Column,
+    Detail,
     Document,
     Fold,
     Heading,
@@ -31,44 +34,83 @@ from lowprec_check.report.layout.html import fragment
 from lowprec_check.report.manual import manual_blocks
 from lowprec_check.report.runs_table import runs_table
 from lowprec_check.schema.precisions import LOW_FORMATS
+from lowprec_check.schema.registry import choices
 from lowprec_check.schema.scan_result import ScanResult
-from lowprec_check.schema.statements import Statement, agree, fill
+from lowprec_check.schema.scanned_model import DECISIVE_NOTES
+from lowprec_check.schema.statements import Statement, agree, counted, fill
 
-SHOWN_FINDINGS = 12
-"""Groups of findings that a terminal shows."""
-
-_SHOWN_OTHERS = 3
-"""Reasons against other runs that follow the verdict; the table of runs has them all."""
+_SHOWN_REASONS, _MOST_REASONS = 2, 3
+"""Reasons why other runs fail that follow the verdict on the first screen, and elsewhere."""
+_LONGEST_REASON = 190
+"""Characters: two lines of 100 columns."""
 
 CONDITIONS = "conditions"
 """The anchor of the last section of a page."""
 
 
 def scan_document(result: ScanResult) -> Document:
-    """The report; a terminal shows at most :data:`SHOWN_FINDINGS` groups of findings."""
+    """The report: a first screen, which is brief, and what reports with more detail have in place
+    of it.
+    """
     said = statements(result)
-    blocks: list[Block] = [Say(f"lowprec-check · {title(result, taken=result.model.taken)}", role="title")]
-    blocks.append(Say(machine(result), role="hint"))
-    blocks += [Say(each.text, "warn", "note") for each in said if each.about in ("model", "prediction")]
-    conditions = [each for each in said if each.about in ("inputs", "weights", "times")]
-    hints = [each.text for each in conditions if not each.runs and each.kind != "note"]
+    of_kind: dict[str, list[Statement]] = {}
+    for each in said:
+        of_kind.setdefault(each.kind, []).append(each)
+    findings = groups(result.diagnostics)
+    brief = headlines(findings, passes=result.recommendation is not None)
+    reasons = of_kind.get("not-chosen", [])
+    explained = {run for reason in reasons[:_SHOWN_REASONS] for run in reason.runs}
+    conditions = [each for each in said if each.about in ("inputs", "weights", "times") and not each.runs]
+    hints = [each.text for each in conditions if each.kind != "note" and not _is_warning(each)]
+    blocks: list[Block] = []
+    notes = [each for each in said if each.kind == "note" or each.about in ("model", "prediction")]
+    blocks += [Say(each.text, "warn", "note", detail="more") for each in notes if not _is_warning(each)]
     if hints:
-        blocks.append(Say(sentences(["; ".join(hints)]), role="hint"))
-    blocks += [Say(each.text, "warn", "note") for each in conditions if each.kind == "note"]
-    blocks += [Heading("Runs", anchor="runs"), runs_table(result, said)]
+        blocks.append(Say(sentences(["; ".join(hints)]), role="hint", detail="more"))
+    blocks += [Heading("", detail="brief"), runs_table(result, said, "brief", explained)]
+    blocks += [Heading("Runs", anchor="runs", detail="more"), runs_table(result, said, "more")]
     times = [each for each in said if each.about == "times" and each.runs]
-    blocks += [Say(each.text, "warn", "note", ", ".join(each.runs)) for each in times]
+    blocks += [Say(each.text, "warn", "note", ", ".join(each.runs), detail=_detail(each)) for each in times]
     blocks += sections("times", result, said)
     # causes in the order of the runs that they are about
     causes = [each for each in said if each.about == "error"]
     if causes:
-        blocks.append(Heading("Where the error comes from", anchor="causes"))
+        blocks.append(Heading("Where the error comes from", anchor="causes", detail="more"))
         order = {label(run): index for index, run in enumerate(result.runs)}
         causes.sort(key=lambda cause: min(order[name] for name in cause.runs))
-        blocks += [Say(cause.text, cause.tone, "item", ", ".join(cause.runs)) for cause in causes]
-    blocks += [*sections("causes", result, said), *_findings(result), *sections("findings", result, said)]
+        blocks += [
+            Say(cause.text, cause.tone, "item", ", ".join(cause.runs), detail=_detail(cause)) for cause in causes
+        ]
+    blocks += [*sections("causes", result, said), *_headlines(brief), *_findings(result, findings)]
+    blocks += sections("findings", result, said)
     blocks += [Heading("About this scan", anchor=CONDITIONS, detail="all"), *_about(result, said)]
-    return Document(result.target, blocks, result.tool, tuple(_advice(result, said)))
+    advice = [*_verdict(of_kind), *_reasons(result, said, of_kind), *sections("advice", result, said)]
+    code = [*_code(result), Say(_where_to_look(findings, brief), role="prompt", detail="brief")]
+    return Document(result.target, blocks, result.tool, [*_head(result, said)], advice, code)
+
+
+def _detail(statement: Statement) -> Detail:
+    """Whether the first screen has it."""
+    return kinds()[statement.kind].detail
+
+
+def _is_warning(statement: Statement) -> bool:
+    """Whether it may change what to do, so that the first screen has it above the verdict."""
+    if statement.kind == "note":
+        return statement.text in DECISIVE_NOTES
+    return _detail(statement) == "first" and statement.tone == "warn"
+
+
+def _head(result: ScanResult, said: Sequence[Statement]) -> Iterator[Block]:
+    """What was scanned and where, and what may change the decision."""
+    named = f"lowprec-check · {title(result, taken=result.model.taken)}"
+    where = machine(result).partition(": ")[0]
+    yield Say(f"{title(result, taken=result.model.taken)} · {where}", role="title", detail="brief")
+    yield Say(named, role="title", detail="more")
+    yield Say(machine(result), role="hint", detail="more")
+    about = ("model", "prediction", "inputs", "weights", "times")
+    warnings = [each for each in said if each.about in about and not each.runs and _is_warning(each)]
+    yield from (Say(each.text, "warn", "note") for each in warnings)
 
 
 def title(result: ScanResult, taken: str = "") -> str:
@@ -99,48 +141,69 @@ def machine(result: ScanResult) -> str:
             where = f"predicted with torch {other}"
         return f"torch {result.torch} · {device.name}, {where}"
     # older results do not say what the device accelerates
-    words = {True: "accelerated", False: "not"}
-    accelerated = [(low.short, env.get(f"{low.short}_accelerated")) for low in LOW_FORMATS]
-    formats = ", ".join(f"{name} {words[bool(yes)]}" for name, yes in accelerated if yes is not None)
+    formats = []
+    for is_accelerated, how in ((True, "accelerated"), (False, "not accelerated")):
+        names = [low.short for low in LOW_FORMATS if env.get(f"{low.short}_accelerated") is is_accelerated]
+        if names:
+            formats.append(f"{choices(names, 'and')} {how}")
     device_text = ""
     if env.get("device"):
-        device_text = f" · {env['device']}{fill(': {}', formats)}"
+        device_text = f" · {env['device']}{fill(': {}', ', '.join(formats))}"
     return f"torch {result.torch.partition('+')[0]}{device_text}"
 
 
-def _findings(result: ScanResult) -> Iterator[Block]:
-    found = groups(result.diagnostics)
-    if not found:
-        yield Say(f"{tally(result.diagnostics)}." if result.diagnostics else "No findings.")
+def _headlines(brief: Sequence[Headline]) -> Iterator[Block]:
+    """The findings of the first screen, and one report of the like."""
+    shown = brief[:MOST]
+    if shown:
+        yield Heading("Findings", detail="brief")
+    yield from (Say(each.text, role="item", lead=each.lead, detail="brief") for each in shown)
+    known = next((each.known for each in shown if each.known is not None), None)
+    if known is not None:
+        yield Say(known.text, role="hint", detail="brief")
+
+
+def _where_to_look(findings: Sequence[FindingGroup], listed: Sequence[Headline]) -> str:
+    """What has the conditions, the notes and the findings that are not shown."""
+    parts = ["conditions"]
+    notes = sum(group.size for group in findings if group.severity == "note")
+    if len(listed) > MOST:
+        parts.append(f"{len(listed) - MOST} more {agree(len(listed) - MOST, 'finding', 'findings')}")
+    elif not listed and len(findings) > notes:
+        parts.append("findings")
+    if notes:
+        parts.append(counted(notes, "note"))
+    options = [f"-v ({', '.join(parts)})", "--report FILE.html"]
+    if listed:
+        options.insert(0, f"lowprec-check explain {listed[0].code}")
+    return f"More: {', '.join(options)}"
+
+
+def _findings(result: ScanResult, findings: Sequence[FindingGroup]) -> Iterator[Block]:
+    """The findings in full, for reports with more detail."""
+    if not findings:
+        none = f"{tally(result.diagnostics)}." if result.diagnostics else "No findings."
+        yield Say(none, detail="more")
         return
-    yield Heading("Findings", anchor="findings")
-    listed = [group for group in found if group.severity != "note"]
-    notes = [group for group in found if group.severity == "note"]
+    yield Heading("Findings", anchor="findings", detail="more")
+    listed = [group for group in findings if group.severity != "note"]
+    notes = [group for group in findings if group.severity == "note"]
     if listed and all(run.status in ("ok", "skipped") for run in candidates(result.runs)):  # they are in the way then
-        for group in listed[:SHOWN_FINDINGS]:
+        for group in listed:
             lead = " ".join([group.code, ", ".join(group.runs)]).strip()
-            yield Say(f"{group.said} ({group.where or 'model'})", role="item", lead=lead)
+            yield Say(f"{group.said} ({group.where or 'model'})", role="item", lead=lead, detail="more")
         yield Fold("Findings in full", [findings_table(listed)], detail="more")
     elif listed:
-        yield findings_table(listed, SHOWN_FINDINGS)
-    # notes that no run fails for are only counted
-    shown_notes = folded(group for group in notes if not group.harmless)
-    parts = [tally(result.diagnostics), no_effect(found), fill("Notes: {}", shown_notes)]
-    yield Say(" · ".join(filter(None, parts)), role="hint")
-    options = [f"lowprec-check explain {found[0].code}", "--report FILE.html"]
-    if len(listed) > SHOWN_FINDINGS:
-        options.append("-v lists all findings")
-    elif notes:
-        options.append("-v lists the notes")
-    yield Say(f"More: {', '.join(options)}", role="prompt")
+        yield replace(findings_table(listed), detail="more")
+    yield Say(tally(result.diagnostics), role="hint", detail="more")
     if notes:
-        yield Fold("Notes", [findings_table(notes, 0)], detail="more")
-    for code in sorted({group.code for group in found} & rules().keys()):
+        yield Fold("Notes", [findings_table(notes)], detail="more")
+    for code in sorted({group.code for group in findings} & rules().keys()):
         manual = [*manual_blocks(rules()[code])]
         yield Fold(f"What {code} means, and what to do", manual, detail="all")
 
 
-def findings_table(found: Sequence[FindingGroup], most: int = 0) -> Table:
+def findings_table(found: Sequence[FindingGroup]) -> Table:
     """A row per finding; the runs that say it in other words follow each other in its last cell."""
     columns = [
         Column("severity", "severity"),
@@ -163,7 +226,7 @@ def findings_table(found: Sequence[FindingGroup], most: int = 0) -> Table:
             reported.add(group.known.link)
             below.append(Say(group.known.repair, role="item", lead="repair in the similar report"))
         rows.append(Row(cells, below=below, module=module, line=line))
-    return Table(columns, rows, "findings", headings=5, searchable=True, most=most)
+    return Table(columns, rows, "findings", headings=5, searchable=True)
 
 
 def _about(result: ScanResult, said: Sequence[Statement]) -> Iterator[Block]:
@@ -208,33 +271,57 @@ def _about(result: ScanResult, said: Sequence[Statement]) -> Iterator[Block]:
     yield Fold("Environment", [Pairs(pairs, "environment")], detail="more")
 
 
-def _advice(result: ScanResult, said: Sequence[Statement]) -> Iterator[Block]:
-    best, run = result.recommendation, recommended_run(result)
-    of_kind: dict[str, list[Statement]] = {}
-    for each in said:
-        of_kind.setdefault(each.kind, []).append(each)
-    verdict, against = of_kind["verdict"][0], of_kind.get("not-chosen", [])
-    yield Say(f"{verdict.text}.", verdict.tone, "verdict")
-    if rests_on := basis(said):
-        yield Say(rests_on)
-    # what features say of it: of runs, then of all
-    of_features = [each for each in said if kinds()[each.kind].after == verdict.kind]
+def _verdict(of_kind: Mapping[str, Sequence[Statement]]) -> Iterator[Block]:
+    """What to do, what it gains, and how sure that is."""
+    verdict = of_kind["verdict"][0]
+    said = [each for each_kind in of_kind.values() for each in each_kind]
+    # the first screen has all in one paragraph
+    lead, _, reason = verdict.text.partition(": ")
+    rests_on = basis(said, ["first"])
+    if reason:
+        text = f"{reason}. {rests_on}".strip()
+    elif rests_on:
+        text = rests_on[:1].lower() + rests_on[1:]
+    else:
+        lead, text = "", f"{verdict.text}."
+    yield Say(text, verdict.tone, "verdict", lead, detail="brief")
+    yield Say(f"{verdict.text}.", verdict.tone, "verdict", detail="more")
+    for text in (rests_on, basis(said, ["more"])):
+        if text:
+            yield Say(text, detail="more")
+
+
+def _reasons(
+    result: ScanResult, said: Sequence[Statement], of_kind: Mapping[str, Sequence[Statement]]
+) -> Iterator[Block]:
+    """What features say of the verdict, why other runs fail, and what others gain."""
+    of_features = [each for each in said if kinds()[each.kind].after == "verdict"]
     yield from (Say(each.text, each.tone, "text", ", ".join(each.runs)) for each in of_features if each.runs)
     yield from (Say(f"{each.text[:1].upper()}{each.text[1:]}.", each.tone) for each in of_features if not each.runs)
-    # why others were not chosen: the first few reasons
-    for reason in against[:_SHOWN_OTHERS]:
-        yield Say(reason.text, role="item", lead=f"{'Not ' if best else ''}{', '.join(reason.runs)}")
-    if more := sum(len(reason.runs) for reason in against[_SHOWN_OTHERS:]):
-        yield Say(f"The table of runs says why the {agree(more, 'other fails', 'others fail')}.", role="item")
+    fail, against = "Not " if result.recommendation else "", of_kind.get("not-chosen", ())
+    most = _LONGEST_REASON // min(_SHOWN_REASONS, max(1, len(against)))
+    for number, reason in enumerate(against):
+        lead = f"{fail}{', '.join(reason.runs)}"
+        if number < _MOST_REASONS:
+            yield Say(reason.text, role="item", lead=lead, detail="more")
+        if number < _SHOWN_REASONS:
+            lead = lead.replace(PREDICTED, "")
+            yield Say(shorten(reason.text, most - len(lead)), role="item", lead=lead, detail="brief")
+    if others := sum(len(reason.runs) for reason in against[_MOST_REASONS:]):
+        rest = f"The table of runs says why the {agree(others, 'other fails', 'others fail')}."
+        yield Say(rest, role="item", detail="more")
     for gain in (*of_kind.get("also-faster", ()), *of_kind.get("also-smaller", ())):
-        yield Say(gain.text, role="item", lead=", ".join(gain.runs))
-    yield from sections("advice", result, said)
-    # the code to paste
+        yield Say(gain.text, role="item", lead=", ".join(gain.runs), detail="more")
+
+
+def _code(result: ScanResult) -> Iterator[Block]:
+    """The code to paste."""
+    best, run = result.recommendation, recommended_run(result)
     if best is None:
         return
     if best.stay_in_fp32:
         name = best.label if run is not None else "it"
-        yield Fold(f"To use {name} nevertheless", [CodeBlock(best.code)])
+        yield Fold(f"To use {name} nevertheless", [CodeBlock(best.code)], detail="more")
     elif best.code:
         yield CodeBlock(best.code)
 
@@ -256,7 +343,7 @@ def text(result: ScanResult) -> str:
     lines = [
         f"ScanResult: {title(result)} · {machine(result)}",
         ", ".join(runs) or "no runs",
-        f"{verdict}. {basis(said)}".strip(),
+        f"{verdict}. {basis(said, ['first'])}".strip(),
     ]
     return "\n".join(visible(line, 400) for line in lines)
 

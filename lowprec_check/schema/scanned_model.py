@@ -15,6 +15,12 @@ STREAMED = (
     "shares of the output error with --budget-error on"
 )
 """The note of a model whose weights stay in their files."""
+IN_TRAINING_MODE = "the model is in training mode: call model.eval() in your file, or scan training with --train"
+"""A note on a model whose forward pass alone is scanned."""
+ZERO_OUTPUT = "the fp32 output is all zeros (a zero-initialized head?)"
+"""A note on a model whose output tells nothing."""
+DECISIVE_NOTES = (IN_TRAINING_MODE, ZERO_OUTPUT)
+"""Notes without which a verdict is misread; the others are details."""
 
 
 class ModelInfo(Struct, frozen=True, kw_only=True):

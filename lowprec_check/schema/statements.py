@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -243,10 +244,23 @@ def chained(*sentences: Sentence | None, between: str = "; ") -> Sentence:
     return Sentence(template=between.join(templates), figures=figures)
 
 
+_DTYPES = re.compile(r"\b(?:BFloat16|Half|(?:torch\.)?b?float16|torch\.half)\b")
+"""16-bit dtypes as torch names them in messages."""
+
+
 def words(sentence: Sentence) -> tuple[str, ...]:
-    """Its words and names, whatever the numbers are: sentences with the same can be joined."""
+    """Its words and names, whatever the numbers and the 16-bit dtypes in messages are: sentences
+    with the same can be joined.
+    """
     named = ((sentence.figures.get(name), kind) for name, kind in _fields(sentence.template) if kind in _TEXTS)
-    return sentence.template, *(shown(figure, kind) for figure, kind in named)
+    return sentence.template, *(_DTYPES.sub("dtype", shown(figure, kind)) for figure, kind in named)
+
+
+def _of_several_dtypes(texts: Sequence[str]) -> str:
+    """``not implemented for 'BFloat16/Half'`` of texts that differ in their dtypes alone."""
+    in_order = zip(*map(_DTYPES.findall, texts), strict=True)
+    alternatives = iter(["/".join(dict.fromkeys(names)) for names in in_order])
+    return _DTYPES.sub(lambda _: next(alternatives), texts[0])
 
 
 def joined(sentences: Sequence[Sentence]) -> str:
@@ -272,6 +286,8 @@ def _range(figures: Sequence[Figure], kind: str) -> str:
     texts = [shown(figure, kind) for figure in figures]
     if len(set(texts)) == 1:
         return texts[0]
+    if kind in _TEXTS:
+        return _of_several_dtypes(texts)
     name, _, noun = kind.partition(" ")
     if name == "of":
         return _range_of([figure for figure in figures if isinstance(figure, list)], noun)

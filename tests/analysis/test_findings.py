@@ -73,9 +73,9 @@ def test_other_words_are_separate_messages_with_their_runs() -> None:
     found = [lost("bfloat16", 0.2), lost("half", 0.1, help="use float16"), lost("half", 0.3, severity="note")]
     first, note = groups(found)
     assert [(its.runs, its.help) for its in first.messages] == [(["bfloat16"], "scale"), (["half"], "use float16")]
-    each = ["bfloat16: 20 % of the updates are lost → scale", "half: 10 % of the updates are lost → use float16"]
-    assert first.what == "; ".join(each), "advice for one run is not said of another"
-    assert first.said == "bfloat16: 20 % of the updates are lost; half: 10 % of the updates are lost"
+    lost_in_both = "10 – 20 % of the updates are lost → bfloat16: scale; half: use float16"
+    assert first.what == lost_in_both, "advice for one run is not said of another"
+    assert first.said == "10 – 20 % of the updates are lost"
     assert (note.runs, note.severity) == (["half"], "note")
 
 

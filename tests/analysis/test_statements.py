@@ -277,7 +277,7 @@ def test_a_verdict_near_its_limit_says_so_and_is_not_green() -> None:
     (verdict,), (passes,) = _of(result, "verdict"), _of(result, "passes")
     assert verdict.text == "Use half"
     assert verdict.tone == "warn"
-    assert "98 % of the tolerance 1e-02, on 1 batch of inputs" in passes.text
+    assert "on 1 of 1 input, at 98 % of the tolerance" in passes.text
     assert re.search("other inputs can exceed it", passes.text)
 
 

@@ -49,7 +49,7 @@ def table_of(folder: Path) -> str:
     done = subprocess.run(scan, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "failed:" not in done.stdout
-    found = re.search(r"^Runs\n(.+?)\n\n", done.stdout, re.MULTILINE | re.DOTALL)
+    found = re.search(r"^(precision .+?)\n\n", done.stdout, re.MULTILINE | re.DOTALL)
     assert found is not None, done.stdout
     return found[1]
 
@@ -188,7 +188,7 @@ def test_a_feature_is_one_folder_and_a_quantity_of_op_calls_one_more_line(tmp_pa
     assert "toy saw 2 runs" in done.stdout
     assert "'LP999'" in done.stdout
     assert "'scope', 'toy'" in done.stdout
-    assert "output error  toys" in done.stdout
+    assert "error  toys" in done.stdout
     assert "A toy is beside the scan." in done.stdout
     assert re.search(r"elements \[.*\b8\b.*\]", done.stdout), done.stdout
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from lowprec_check.analysis.recommend import SAME_MEMORY, changes_nothing, is_gain, passes, recommended_run
 from lowprec_check.analysis.run_summary import (
@@ -23,13 +23,13 @@ from lowprec_check.analysis.run_summary import (
     saves_memory,
 )
 from lowprec_check.analysis.speed import Speed, in_turns, is_faster, speed
-from lowprec_check.analysis.statements.kinds import Made, Said, kinds, per_run, per_scan, said, warn_if
+from lowprec_check.analysis.statements.kinds import Detail, Made, Said, kinds, per_run, per_scan, said, warn_if
 from lowprec_check.analysis.statements.status import NEAR, on_further, passes_but, why
 from lowprec_check.analysis.training_status import drawback, is_timed, part_of_limit, remedies, way_text
 from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.module_paths import number_of
 from lowprec_check.schema.plan import Plan
-from lowprec_check.schema.precisions import low_precisions
+from lowprec_check.schema.precisions import PRECISIONS, low_precisions
 from lowprec_check.schema.registry import choices
 from lowprec_check.schema.run_key import PLAN
 from lowprec_check.schema.scan_result import Run, ScanResult
@@ -140,35 +140,54 @@ def in_fp32(keeps: Plan | Recommendation, modules: int, plan: Plan | None) -> st
 
 @per_run("passes", "advice", basis=10)
 def judged(run: Run, result: ScanResult) -> Made:
-    """How near the recommended run is to its limit, and on how many inputs that rests."""
-    if run is not recommended_run(result) or not result.is_forward:
+    """On how many inputs the recommended run passes, and how near it comes to its limit."""
+    best = result.recommendation
+    if best is None or run is not recommended_run(result) or not result.is_forward:
         return None
+    # After "Stay in fp32" a reader does not know what passes.
+    name = f"{best.label} " if best.stay_in_fp32 else ""
     odd = degenerate_output(run, result.runs)
     if odd is not None:
-        return Said(say("it cannot be judged: {odd:text}", odd=odd), "warn")
+        return Said(say("{name:text}cannot be judged: {odd:text}", name=name, odd=odd), "warn")
     if run.status != "ok":
-        return Said(chained(plain("it "), why(run), between=""), "warn")
-    passes_ = "it passes" if run.evidence == "measured" else "it is predicted to pass"
+        return Said(chained(plain(name), why(run), between=""), "warn")
+    passes_ = "passes" if run.evidence == "measured" else "predicted to pass"
+    further = run.further_inputs
+    tried = further.tried if further is not None else 0
+    inputs = run.batch_count + tried
+    on = f"{{name:text}}{passes_} on {{inputs:number}} of {{inputs:count input}}"
+    passed = say(on, name=name, inputs=inputs)
     if run.distance is None or not run.tolerance:
-        return plain(passes_)
-    batches, further = run.batch_count, on_further(run)
+        return passed
+    part, is_near = part_of_tolerance(run), part_of_tolerance(run) >= NEAR
+    if not part:
+        return chained(passed, plain("all values are equal"), between=", ")
+    worst = "worst {part:share} of the tolerance" if inputs > 1 else "at {part:share} of the tolerance"
+    bound = None
+    if is_near and tried and further is not None:
+        bound = say("at most {high:share} of such inputs fail (95 % confidence)", high=further.high)
+    elif is_near and inputs == 1:
+        bound = plain("other inputs can exceed it: try --batches 8")
+    near = chained(passed, say(worst, part=part), between=", ")
+    return warn_if(is_near, chained(near, bound, differing_integers(run)))
+
+
+@per_run("judged-by", "advice", basis=11, detail="more")
+def judged_by(run: Run, result: ScanResult) -> Made:
+    """The error of the recommended run, and on what inputs its status rests."""
+    is_judged = run is recommended_run(result) and run.status == "ok" and result.is_forward
+    if not is_judged or run.distance is None or not run.tolerance or degenerate_output(run, result.runs):
+        return None
     what = f" of the output of {run.compared_module}" if run.compared_module else ""
+    batches = run.batch_count
     on = "{batches:count batch} of inputs" if batches == 1 else "each of {batches:count batch} of inputs"
-    if run.rel_l2 is None and not run.distance:
-        equal = say(f"{passes_}: all values are equal{{what:text}}, on {on}", what=what, batches=batches)
-        return chained(equal, further)
-    # Where one batch comes near the limit, and no other was tried, another may exceed it.
-    part, tried = run.distance / run.tolerance, run.further_inputs is not None and run.further_inputs.tried
-    may_exceed = part >= NEAR and batches == 1 and not tried
-    more = "; other inputs can exceed it: try --batches 8" if may_exceed else ""
     kind = "{error:percent} of the values differ" if run.rel_l2 is None else "error {error:error}"
-    words = f"{passes_}: {kind}{{what:text}}, {{part:percent}} of the tolerance {{limit:limit}}, on {on}{more}"
-    judged = say(words, batches=batches, error=run.distance, what=what, part=part, limit=run.tolerance)
-    is_near = part_of_tolerance(run) >= NEAR
-    return warn_if(is_near, chained(judged, further, differing_integers(run)))
+    words = f"{kind}{{what:text}}, tolerance {{limit:limit}}, on {on}"
+    error = say(words, batches=batches, error=run.distance, what=what, limit=run.tolerance)
+    return chained(error, on_further(run))
 
 
-@per_run("gain", "advice", basis=30)
+@per_run("gain", "advice", basis=5)
 def gain(run: Run, result: ScanResult) -> Made:
     """How fast the recommended run is and how much memory it takes, against fp32."""
     best = result.recommendation
@@ -178,17 +197,27 @@ def gain(run: Run, result: ScanResult) -> Made:
         return None
     ratio, fp32, memory = memory_ratio(run, result.runs), reference_of(result.runs), None
     if ratio is not None and ratio <= 1 / SAME_MEMORY:
-        memory = say("it saves {share:share} of the peak memory", share=1 - ratio)
+        memory = say("{share:share} less memory", share=1 - ratio)
     elif ratio is not None and ratio >= SAME_MEMORY:
         least = "at least " if fp32 is not None and is_too_small(fp32.process_memory_bytes) else ""
-        memory = say(f"it takes {least}{{share:share}} more memory", share=ratio - 1)
+        memory = say(f"{least}{{share:share}} more memory", share=ratio - 1)
     elif ratio is not None:
-        memory = plain("it takes about as much memory")
+        memory = plain("about as much memory")
     # Without support of the device, no speed is to be expected.
     against_fp32, short = speed(run, result.runs), run.format.short if run.format else ""
     is_slow = against_fp32.told != "faster" and result.environment.get(f"{short}_accelerated") is False
     slow = say_if(is_slow, "this device does not accelerate {format:text}", format=short)
-    return chained(_speed(against_fp32, run), memory, slow, between="; ")
+    return chained(_speed(against_fp32, run), memory, slow, between=", ")
+
+
+@per_run("interval", "advice", basis=6, detail="more")
+def interval(run: Run, result: ScanResult) -> Made:
+    """The interval of the speed of the recommended run."""
+    in_rounds = in_turns(run) if run is recommended_run(result) else None
+    if in_rounds is None or in_rounds.rounds <= 1:
+        return None
+    words = "{low:three} – {high:three} times as fast as fp32 in {rounds:count round}"
+    return say(words, low=in_rounds.low, high=in_rounds.high, rounds=in_rounds.rounds)
 
 
 @per_run("setup", "advice", basis=80)
@@ -198,48 +227,36 @@ def setup(run: Run, result: ScanResult) -> Made:
     return say_if(is_long, "setting it up took {seconds:seconds}", seconds=run.setup_seconds)
 
 
-def basis(said: Sequence[Statement]) -> str:
-    """What the recommendation rests on, as one text, from the statements of a result."""
+def basis(said: Sequence[Statement], details: Collection[Detail] = ("first", "more")) -> str:
+    """What the recommendation rests on, as one text, from the statements of a result, of kinds with
+    these ``details``.
+    """
     places = {name: kind.basis for name, kind in kinds().items() if kind.basis is not None}
-    rests_on = [statement for statement in said if statement.kind in places]
+    rests_on = [each for each in said if each.kind in places and kinds()[each.kind].detail in details]
     rests_on.sort(key=lambda statement: places[statement.kind])
     return sentences(statement.text for statement in rests_on)
 
 
 def sentences(texts: Iterable[str]) -> str:
-    """Sentences with capitals and full stops."""
-    ended = (text if text.endswith((".", "…")) else f"{text}." for text in texts)
-    return " ".join(text[:1].upper() + text[1:] for text in ended)
+    """Sentences with capitals, but for names of precisions, and full stops."""
+    ended = [text if text.endswith((".", "…")) else f"{text}." for text in texts]
+    names = PRECISIONS.names()
+    return " ".join(text if text.startswith(tuple(names)) else text[:1].upper() + text[1:] for text in ended)
 
 
 def _speed(against_fp32: Speed, run: Run) -> Sentence:
-    ratio, low, high = against_fp32.ratio, against_fp32.low, against_fp32.high
-    in_rounds = in_turns(run)
-    if against_fp32.told in ("faster", "slower"):
-        factor, than = against_fp32.factor(), "faster than fp32"
-        if against_fp32.told == "slower":
-            than = "slower than fp32 on this machine"
-            # Times as slow: the ends of the interval change places.
-            low, high = 1 / high, 1 / low if low else math.inf
-        elif factor is not None:
-            than = "as fast as fp32"
-        words = chained(say("it is"), factor, say(than), between=" ")
-        if in_rounds is None or factor is None or against_fp32.is_about:
-            return words
-        interval = "({low:three} – {high:three} in {rounds:count round})"
-        return chained(words, say(interval, low=low, high=high, rounds=in_rounds.rounds), between=" ")
-    if against_fp32.told == "same":
-        return plain("it is about as fast as fp32")
+    if against_fp32.told in ("faster", "slower", "same"):
+        return plain(against_fp32.text())
     if against_fp32.told != "noisy":
-        return plain("it was not timed")
+        return plain("not timed")
     if against_fp32.on_gpu is not None:
         return say("the GPU needs {part:figure} of fp32's time", part=1 / against_fp32.on_gpu)
-    what = "its times varied too much"
-    if ratio is not None and math.isinf(high):
-        what = "its calls are too short"
+    why_, in_rounds = "its times varied too much", in_turns(run)
+    if against_fp32.ratio is not None and math.isinf(against_fp32.high):
+        why_ = "its calls are too short"
     elif in_rounds is not None and in_rounds.rounds <= 1:
-        what = "it was called too few times"
-    return plain(f"{what} to compare its speed with fp32")
+        why_ = "it was called too few times"
+    return say("speed not known ({why:text})", why=why_)
 
 
 # -- the others
@@ -268,7 +285,7 @@ def not_chosen(run: Run, result: ScanResult) -> Made:
     return Said(reason, "bad")
 
 
-@per_run("also-faster", "advice")
+@per_run("also-faster", "advice", detail="more")
 def also_faster(run: Run, result: ScanResult) -> Made:
     """A run that passes, and is faster than fp32 and the recommended one by more than noise."""
     best, against_fp32 = recommended_run(result), speed(run, result.runs)
@@ -285,7 +302,7 @@ def also_faster(run: Run, result: ScanResult) -> Made:
     return _passes_too(faster, run, best, result)
 
 
-@per_run("also-smaller", "advice")
+@per_run("also-smaller", "advice", detail="more")
 def also_smaller(run: Run, result: ScanResult) -> Made:
     """A run that passes and takes less memory, where the recommended one gains nothing."""
     best, ratio = recommended_run(result), memory_ratio(run, result.runs)
@@ -306,7 +323,7 @@ def _passes_too(gain: Sentence, run: Run, best: Run, result: ScanResult) -> Sent
     return chained(gain, unsafe, drawback(run), between=", ")
 
 
-@per_run("slower-than", "advice")
+@per_run("slower-than", "advice", detail="more")
 def slower_than(run: Run, result: ScanResult) -> Made:
     """A run that passes and was slower than the recommended one in the same rounds."""
     best = recommended_run(result)

@@ -45,7 +45,7 @@ def is_told(run: Run, result: ScanResult) -> bool:
     return not is_odd and run.budget is not None and fails_by_error(run) and run.status != "timeout"
 
 
-@per_run("shares", "error", evidence="derived")
+@per_run("shares", "error", evidence="derived", detail="more")
 def shares(run: Run, result: ScanResult) -> Made:
     """The modules with the largest shares of the squared output error, followed from each op."""
     budget = trusted_budget(run)
@@ -111,7 +111,7 @@ def _largest(run: Run) -> Iterator[Sentence]:
         yield chained(say_if(len(parts) > 1, words, modules=len(parts)), largest_part, between="")
 
 
-@per_run("unknown-cause", "error", evidence="derived")
+@per_run("unknown-cause", "error", evidence="derived", detail="more")
 def unknown_cause(run: Run, result: ScanResult) -> Made:
     """Why no module can be named."""
     budget = run.budget
@@ -126,16 +126,17 @@ def unknown_cause(run: Run, result: ScanResult) -> Made:
         return say("where the error comes from is not known: {reason:text}", reason=reason)
     unexplained, of = budget.unexplained or 0.0, "the first call" if run.failed_call else "the run"
     if unexplained > 0:
-        words = f"first order explains only {{share:share}} of the error of {of}"
+        words = f"not known: the errors of single ops, followed to the output, give {{share:share}} of that of {of}"
         explains = say(words, share=max(0.0, 1 - unexplained))
     else:
         ratio = (budget.predicted or 0.0) / (budget.measured or 1.0)
-        explains = say(f"first order predicts {{ratio:times}} the error of {of}", ratio=ratio)
+        words = f"not known: the errors of single ops, followed to the output, give {{ratio:times}} that of {of}"
+        explains = say(words, ratio=ratio)
     share, words = budget.decisions, "{share:share} choices that differ from fp32"
     return chained(explains, say_if(share >= MATTERS, words, share=share), between="; ")
 
 
-@per_run("rescued", "error")
+@per_run("rescued", "error", detail="more")
 def rescued(run: Run, result: ScanResult) -> Made:
     """How many calls fail, how they succeed, and how far the model continued with their results."""
     calls = Counter[str]()
@@ -144,12 +145,13 @@ def rescued(run: Run, result: ScanResult) -> Made:
             calls[RESCUES.get(gap.kind, "with inputs in fp32")] += gap.calls
     if not calls or run.status not in ("error", "crashed"):
         return None
-    parts = [say(f"{{calls:count call}} failed and succeeded {how}", calls=number) for how, number in calls.items()]
+    words = "{calls:count op call} failed in 16 bits, and succeeded when repeated "
+    parts = [say(f"{words}{how}", calls=number) for how, number in calls.items()]
     end = "to its end" if run.complete else "on, but not to its end"
-    return chained(*parts, say(f"the model then ran {end}"), between="; ")
+    return chained(*parts, say(f"with their results the model ran {end}"), between="; ")
 
 
-@per_run("tiny-output", "error")
+@per_run("tiny-output", "error", detail="more")
 def tiny(run: Run, result: ScanResult) -> Made:
     """What the format makes of an output that is too small for it."""
     is_lost = run.status == "inaccurate" and fails_by_error(run) and degenerate_output(run, result.runs) is None
@@ -160,7 +162,7 @@ def tiny(run: Run, result: ScanResult) -> Made:
 # -- inputs and weights
 
 
-@per_scan("scope", "inputs", evidence="declared")
+@per_scan("scope", "inputs", evidence="declared", detail="more")
 def scope(result: ScanResult) -> Iterator[Made]:
     """What was run: the forward pass, or steps of training."""
     setup = result.training
@@ -178,7 +180,7 @@ def scope(result: ScanResult) -> Iterator[Made]:
     yield say(words, steps=setup.steps, optimizer=optimizer, loss=loss, batches=batches)
 
 
-@per_scan("inputs", "inputs")
+@per_scan("inputs", "inputs", detail="more")
 def inputs(result: ScanResult) -> Iterator[Made]:
     """On how many inputs the statuses rest."""
     # Of runs that pass on different numbers of batches, the fewest; if none does, those reached.

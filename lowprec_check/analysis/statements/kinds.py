@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from lowprec_check.analysis.run_summary import label
 from lowprec_check.schema.registry import modules_in, modules_of_features
@@ -27,6 +27,7 @@ class Said(NamedTuple):
 
 
 Made = Sentence | Said | None
+Detail = Literal["first", "more"]
 
 
 def warn_if(condition: object, sentence: Sentence) -> Said:
@@ -46,6 +47,7 @@ class Kind(NamedTuple):
     after: str | None  # of a feature: the kind of the core that it follows
     basis: int | None  # its place in what a recommendation rests on, if it is part of that
     place: int  # among those of features after the same kind, the first lowest; then by module
+    detail: Detail  # whether the first screen says it, or only a report with more detail
     make: Callable[..., Any]
 
 
@@ -55,26 +57,40 @@ _MODULES = ("status", "advice", "evidence")
 
 
 def per_run(
-    name: str, about: About, *, evidence: Evidence = "measured", after: str | None = None, basis: int | None = None
+    name: str,
+    about: About,
+    *,
+    evidence: Evidence = "measured",
+    after: str | None = None,
+    basis: int | None = None,
+    detail: Detail = "first",
 ) -> Callable[[Callable[[Run, ScanResult], Made]], Callable[[Run, ScanResult], Made]]:
     """Register what is said of a run; the function gets the run and the result."""
-    return _registered(name, about, evidence, after, basis, 0, is_per_run=True)
+    return _registered(Kind(name, about, evidence, True, after, basis, 0, detail, _unmade))
 
 
 def per_scan(
-    name: str, about: About, *, evidence: Evidence = "measured", after: str | None = None, place: int = 0
+    name: str,
+    about: About,
+    *,
+    evidence: Evidence = "measured",
+    after: str | None = None,
+    place: int = 0,
+    detail: Detail = "first",
 ) -> Callable[[Callable[[ScanResult], Iterable[Made]]], Callable[[ScanResult], Iterable[Made]]]:
     """Register what is said of the whole scan; the function yields any number of sentences."""
-    return _registered(name, about, evidence, after, None, place, is_per_run=False)
+    return _registered(Kind(name, about, evidence, False, after, None, place, detail, _unmade))
 
 
-def _registered(
-    name: str, about: About, evidence: Evidence, after: str | None, basis: int | None, place: int, *, is_per_run: bool
-) -> Callable[[Any], Any]:
+def _unmade(*_: object) -> None:
+    """Of a kind whose function is not known yet."""
+
+
+def _registered(kind: Kind) -> Callable[[Any], Any]:
     def register(make: Any) -> Any:
-        if name in _KINDS:
-            raise ValueError(f"the kind {name} is registered twice")
-        _KINDS[name] = Kind(name, about, evidence, is_per_run, after, basis, place, make)
+        if kind.name in _KINDS:
+            raise ValueError(f"the kind {kind.name} is registered twice")
+        _KINDS[kind.name] = kind._replace(make=make)
         return make
 
     return register

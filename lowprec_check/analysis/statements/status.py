@@ -187,10 +187,10 @@ def margin(run: Run, result: ScanResult) -> Made:
     is_near = part >= NEAR
     near = "near its limit: " if is_near else ""
     if further is not None and further.tried and run.distance is not None:
-        words = f"{near}worst {{part:percent}} of tolerance, {{inputs:count input}}"
+        words = f"{near}worst {{part:share}} of the tolerance on {{inputs:count input}}"
         return warn_if(is_near, say(words, part=part, inputs=run.batch_count + further.tried))
     if is_near:
-        return Said(say(f"{near}{{part:percent}} of the tolerance", part=part), "warn")
+        return Said(say(f"{near}{{part:share}} of the tolerance", part=part), "warn")
     return None
 
 
@@ -207,10 +207,9 @@ def on_further(run: Run) -> Sentence | None:
         return None
     if not inputs.tried:
         return say("no further ones were tried: {reason:text}", reason=inputs.reason or "none are known")
-    part, kind = part_of_tolerance(run), WHERE_FROM[inputs.kind]
-    worst = "worst {part:percent} of the tolerance: at most {high:share} of such inputs fail (95 % confidence)"
-    words = f"also on {{tried:number}} of {{tried:count further input}} ({{kind:text}}), {worst}"
-    return say(words, tried=inputs.tried, kind=kind, part=part, high=inputs.high)
+    fail = "at most {high:share} of such inputs fail (95 % confidence)"
+    words = f"also on {{tried:number}} of {{tried:count further input}} ({{kind:text}}): {fail}"
+    return say(words, tried=inputs.tried, kind=WHERE_FROM[inputs.kind], high=inputs.high)
 
 
 def fails_on_further(inputs: InputsTried) -> Sentence:

@@ -12,9 +12,10 @@ from torch.utils._pytree import tree_flatten
 from lowprec_check.engine.model.function_module import FunctionModule
 from lowprec_check.engine.model.inputs import describe_inputs
 from lowprec_check.engine.model.prepared import IMAGE_DIMENSIONS
-from lowprec_check.engine.model.target import IN_TRAINING_MODE, Target
+from lowprec_check.engine.model.target import Target
 from lowprec_check.schema.measures import InputLayout
 from lowprec_check.schema.scan_result import ModelInfo, Run
+from lowprec_check.schema.scanned_model import IN_TRAINING_MODE, ZERO_OUTPUT
 from lowprec_check.torchkit.compiled import in_training_mode
 from lowprec_check.torchkit.pytree import leaves
 
@@ -41,7 +42,7 @@ def describe_target(target: Target, fp32: Run, *, trains: bool = False, batches:
         notes.append(IN_EVAL_MODE)
     notes += fp32.notes
     if fp32.output_is_zero:
-        notes.append("the fp32 output is all zeros (a zero-initialized head?)")
+        notes.append(ZERO_OUTPUT)
     kind: Literal["module", "script", "function"] = "module"
     name = type(model).__name__
     if isinstance(model, torch.jit.ScriptModule):

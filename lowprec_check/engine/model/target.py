@@ -24,16 +24,13 @@ from lowprec_check.engine.model.user_code import call_function, call_user_code, 
 from lowprec_check.errors import UsageError, message_of, type_name
 from lowprec_check.schema.axes import Call
 from lowprec_check.schema.scan_result import WeightsOrigin
+from lowprec_check.schema.scanned_model import IN_TRAINING_MODE
 from lowprec_check.torchkit.compiled import in_training_mode
 from lowprec_check.torchkit.devices import kept_generators
 from lowprec_check.torchkit.output_comparison import same_values
 from lowprec_check.torchkit.pytree import leaves
 from lowprec_check.torchkit.source_location import own_line, traceback_line
 
-IN_TRAINING_MODE = (
-    "the model is in training mode: for inference, call model.eval() in your file; to scan training, add --train"
-)
-"""A note on a model whose forward pass alone is scanned."""
 NOT_TRAINED = (
     "the script computes no gradients: its model is trained with a `loss` and an `optimizer` that it defines outside "
     "functions, else with those shown as default"

@@ -11,7 +11,7 @@ from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import say
 
 
-@per_run("ablation", "error", after="unknown-cause")
+@per_run("ablation", "error", after="unknown-cause", detail="more")
 def ablation(run: Run, result: ScanResult) -> Made:
     """What keeping the modules with the largest shares in fp32 changed, in a plain run."""
     tried, before = run.ablation, run.rel_l2

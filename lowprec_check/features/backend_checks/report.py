@@ -31,8 +31,8 @@ def quantized_layers(result: ScanResult, said: Sequence[Statement]) -> Iterator[
             ),
             Column("with those before it", "error", "Relative L2 error of the layer in the quantized model."),
         ]
-        yield Heading("Quantized layers with the largest errors", anchor="layers")
-        yield Table(columns, rows, "quantized layers", headings=2, left_out=left_out)
+        yield Heading("Quantized layers with the largest errors", anchor="layers", detail="more")
+        yield Table(columns, rows, "quantized layers", headings=2, left_out=left_out, detail="more")
 
 
 def _layer_error(layer: LayerError) -> float:

@@ -29,7 +29,7 @@ def fails_as_given(result: ScanResult) -> Iterator[Made]:
     yield Said(chained(fails, meets, _parameters(given), converted), "warn")
 
 
-@per_scan("several-dtypes", "model", after="note", place=-1)
+@per_scan("several-dtypes", "model", after="note", place=-1, detail="more")
 def several_dtypes(result: ScanResult) -> Iterator[Made]:
     """That a model which runs as given has parameters of several dtypes."""
     given = result.as_given

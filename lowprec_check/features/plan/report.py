@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from lowprec_check.analysis.speed import ALIKE, ratio_text
 from lowprec_check.analysis.statements.advice import in_fp32
 from lowprec_check.analysis.suspects import kept_because
-from lowprec_check.report.blocks import Block, CodeBlock, Column, Document, Row, Say, Table, speed_of
+from lowprec_check.report.blocks import Block, CodeBlock, Column, Detail, Document, Row, Say, Table, speed_of
 from lowprec_check.report.feature_parts import Section
 from lowprec_check.schema.module_paths import patterns
 from lowprec_check.schema.plan import Constant, Plan, Planning
@@ -67,7 +67,7 @@ def plan_document(planning: Planning) -> Document:
     return Document(title, blocks, plan.tool if plan else "")
 
 
-def kept_modules(plan: Plan) -> list[Block]:
+def kept_modules(plan: Plan, detail: Detail = "first") -> list[Block]:
     """Why each module of a plan stays in fp32."""
     by_reason: dict[str, list[str]] = {}
     for blame in plan.blame:
@@ -79,7 +79,7 @@ def kept_modules(plan: Plan) -> list[Block]:
     ]
     columns = [Column("kept in fp32", "module"), Column("why", "sentence")]
     if rows:
-        return [Table(columns, rows, "modules kept in fp32", most=20)]
+        return [Table(columns, rows, "modules kept in fp32", most=20, detail=detail)]
     return []
 
 
@@ -125,7 +125,7 @@ def _recommended_plan(result: ScanResult, said: Sequence[Statement]) -> list[Blo
     best, plan = result.recommendation, result.plan
     if best is None or plan is None or best.kept != plan.kept:
         return []
-    return kept_modules(plan)
+    return kept_modules(plan, "more")
 
 
 SECTION = Section("advice", _recommended_plan)

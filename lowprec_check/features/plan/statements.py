@@ -12,7 +12,7 @@ from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import chained, say, say_if
 
 
-@per_run("plan-passes", "error", after="unknown-cause")
+@per_run("plan-passes", "error", after="unknown-cause", detail="more")
 def plan_passes(run: Run, result: ScanResult) -> Made:
     """The modules that a plan keeps in fp32, with which this run passes."""
     for plan in result.runs:
@@ -25,7 +25,7 @@ def plan_passes(run: Run, result: ScanResult) -> Made:
     return None
 
 
-@per_run("fp32-inputs", "error", after="unknown-cause")
+@per_run("fp32-inputs", "error", after="unknown-cause", detail="more")
 def _inputs(run: Run, result: ScanResult) -> Made:
     """What not casting an input changed, in a plain run."""
     trial = best_input_trial(run)

@@ -11,7 +11,7 @@ from lowprec_check.schema.scan_result import ScanResult
 from lowprec_check.schema.statements import chained, plain, say, say_if
 
 
-@per_scan("prediction", "prediction", evidence="predicted", after="note")
+@per_scan("prediction", "prediction", evidence="predicted", after="note", detail="more")
 def prediction(result: ScanResult) -> Iterator[Made]:
     """That nothing ran on the device, and how many ops the catalog knows for it."""
     device = result.prediction
@@ -44,3 +44,12 @@ def prediction(result: ScanResult) -> Iterator[Made]:
         covered = plain("no op ran in 16 bits")
     others = say_if(assumed, ", the others are assumed to run: {ops:ops}", ops=assumed)
     yield Said(chained(head, chained(covered, others, between=""), between="; "), "warn")
+
+
+@per_scan("assumed-kernels", "prediction", evidence="predicted", after="note", place=1)
+def assumed_kernels(result: ScanResult) -> Iterator[Made]:
+    """The ops whose kernels are only assumed, which may change the verdict."""
+    assumed = sorted({op for run in result.runs for op in run.assumed_ops})
+    if result.prediction is not None and assumed:
+        words = "Not known whether these ops run in 16 bits on {device:text}, which is assumed: {ops:ops}"
+        yield Said(say(words, device=result.prediction.name, ops=assumed), "warn")

@@ -41,7 +41,7 @@ def launched_too_slowly(run: Run, result: ScanResult) -> Made:
     return Said(say(f"the GPU needs {{device:ms}} of a call of {{call:ms}}, {hint}", device=device, call=call), "warn")
 
 
-@per_scan("rounds", "times", after="not-called")
+@per_scan("rounds", "times", after="not-called", detail="more")
 def rounds(result: ScanResult) -> Iterator[Made]:
     """In how many rounds runs were timed in turns with fp32, and how far fp32's calls varied."""
     reference = reference_of(result.runs)
@@ -62,7 +62,7 @@ def rounds(result: ScanResult) -> Iterator[Made]:
         return
     least, most, fp32 = min(counts), max(counts), reference.latency
     if most == 1:
-        yield plain("no run was compared with fp32 in more than one round")
+        yield plain("each run was timed once beside fp32, which is too little to compare")
         return
     times = say("times of {rounds:count round}", rounds=most)
     if least < most:
@@ -79,7 +79,7 @@ def rounds(result: ScanResult) -> Iterator[Made]:
     yield chained(times, varied, between=", ")
 
 
-@per_scan("other-programs", "times", after="not-called")
+@per_scan("other-programs", "times", after="not-called", detail="more")
 def other_programs(result: ScanResult) -> Iterator[Made]:
     """What disturbed the times of all runs."""
     conditions = result.timing_conditions
@@ -94,7 +94,7 @@ def other_programs(result: ScanResult) -> Iterator[Made]:
         yield Said(say(words, factor=speed_change), "warn")
 
 
-@per_run("one-core", "times", after="not-called")
+@per_run("one-core", "times", after="not-called", detail="more")
 def one_core(run: Run, result: ScanResult) -> Made:
     """A run that was compared with fp32 on one core, where other programs disturb less."""
     speedup = in_turns(run)
@@ -103,7 +103,7 @@ def one_core(run: Run, result: ScanResult) -> Made:
     return Said(plain("compared with fp32 on one core, since other programs used the others"), "warn")
 
 
-@per_run("one-call", "times", after="not-called")
+@per_run("one-call", "times", after="not-called", detail="more")
 def one_call(run: Run, result: ScanResult) -> Made:
     """A run whose speed is that of one call, or the fastest of a few, instead of rounds."""
     speedup = in_turns(run)
@@ -122,7 +122,7 @@ def one_call(run: Run, result: ScanResult) -> Made:
     return Said(chained(call, say_if(why, "{text:text}", text=why), between=": "), "warn")
 
 
-@per_run("noisy", "times", after="not-called")
+@per_run("noisy", "times", after="not-called", detail="more")
 def noisy(run: Run, result: ScanResult) -> Made:
     """A run whose speed cannot be told."""
     if run.status == "skipped" or run.is_reference or run.latency is None or speed(run, result.runs).told != "noisy":

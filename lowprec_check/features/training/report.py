@@ -10,7 +10,7 @@ from lowprec_check.analysis.training_status import distance_limit, first_way, wa
 from lowprec_check.features.training.outcomes import remarks, steps_of
 from lowprec_check.features.training.statements import MATTERS, lost_kinds, tensor_name
 from lowprec_check.report import charts
-from lowprec_check.report.blocks import Block, Chart, Column, Detail, ErrorOf, Fold, Heading, Row, Say, Table
+from lowprec_check.report.blocks import Block, Chart, Column, ErrorOf, Fold, Heading, Row, Say, Table
 from lowprec_check.report.feature_parts import RunColumn, Section
 from lowprec_check.report.foreign_text import visible
 from lowprec_check.schema.registry import choices
@@ -89,6 +89,7 @@ GRADIENT_ERROR = RunColumn(
     "output error",
     Column("gradient error", "text", "Relative L2 error of all gradients of the first step against fp32."),
     _gradient_error,
+    detail="more",
 )
 LOST_UPDATES = RunColumn(
     "output error",
@@ -156,16 +157,16 @@ def training_blocks(result: ScanResult, said: Sequence[Statement]) -> Iterator[B
     band = _band(setup)
     if band:
         yield Say(band, role="hint", detail="more")
-    yield from _items(said, "zero-gradients", first=())  # LP506 says it too
-    yield Heading("Gradients of the first step, without loss scaling", anchor="gradients")
-    yield from _items(said, "gradients", first=("warn",))
-    yield from _items(said, "loss-scale", first=("warn", "none"))
-    yield from _items(said, "scale-growth", first=())
+    yield from _items(said, "zero-gradients")  # LP506 says it too
+    yield Heading("Gradients of the first step, without loss scaling", anchor="gradients", detail="more")
+    yield from _items(said, "gradients")
+    yield from _items(said, "loss-scale")
+    yield from _items(said, "scale-growth")
     for run in result.runs:
         if not run.is_reference and run.training is not None and run.training.gradients:
             yield _gradients(label(run), run.training.gradients)
-    yield Heading("Lost updates", anchor="lost")
-    yield from _items(said, "lost-updates", first=("warn", "none"))
+    yield Heading("Lost updates", anchor="lost", detail="more")
+    yield from _items(said, "lost-updates")
     rows = []
     for run in result.runs:
         for kind in lost_kinds(run):
@@ -178,12 +179,11 @@ def training_blocks(result: ScanResult, said: Sequence[Statement]) -> Iterator[B
         yield Fold("Lost updates by kind of value", [Table(_LOST, rows, "lost updates", headings=2)], detail="all")
 
 
-def _items(said: Sequence[Statement], kind: str, first: Sequence[str]) -> Iterator[Say]:
-    """The sentences of one kind; those of other tones than ``first`` with more detail."""
+def _items(said: Sequence[Statement], kind: str) -> Iterator[Say]:
+    """The sentences of one kind."""
     for each in said:
         if each.kind == kind:
-            detail: Detail = "first" if each.tone in first else "more"
-            yield Say(each.text, each.tone, "item", ", ".join(each.runs), detail=detail)
+            yield Say(each.text, each.tone, "item", ", ".join(each.runs), detail="more")
 
 
 # -- ways
@@ -225,9 +225,10 @@ def _ways(result: ScanResult, setup: TrainingSetup) -> Iterator[Block]:
         loss = next(reversed(setup.losses), None)
         cells = ["fp32", first.declared.words, "reference", loss, None, None, None, first.state_bytes, None]
         reference = [Row(cells)]
-    yield Heading("Ways to train", anchor="ways")
+    yield Heading("Ways to train", anchor="ways", detail="more")
     if news:
-        yield Table(columns, [*reference, *news], "ways to train", headings=2).with_content()
+        table = Table(columns, [*reference, *news], "ways to train", headings=2, detail="more")
+        yield table.with_content()
     if others:
         failing, more, parts = len(others) - passing, "more " if news else "", []
         if passing:
@@ -237,8 +238,8 @@ def _ways(result: ScanResult, setup: TrainingSetup) -> Iterator[Block]:
             parts.append(f"{what} {agree(failing, 'fails as its', 'fail as their')} precision does")
         if not news:
             others = [*reference, *others]
-        table = Table(columns, others, "ways to train", headings=2).with_content()
-        yield Fold(", ".join(parts), [table], detail="more")
+        folded = Table(columns, others, "ways to train", headings=2).with_content()
+        yield Fold(", ".join(parts), [folded], detail="more")
 
 
 def _told(run: Run) -> Iterator[tuple[TrainingWay, bool]]:

@@ -73,8 +73,25 @@ def cast_to_remove(result: ScanResult) -> Iterator[Made]:
 
 
 @per_run("training", "advice", after="compared-module", basis=20)
+def passes(run: Run, result: ScanResult) -> Made:
+    """After how many steps the recommended way to train passes, and how near its limit it is."""
+    way, setup, best = _recommended(run, result), result.training, result.recommendation
+    if way is None or setup is None or best is None:
+        return None
+    name = f"{best.label} " if best.stay_in_fp32 else ""
+    done, losses = steps_of(way), None
+    if done and len(setup.losses) > done:
+        losses = say("loss {last:loss} (fp32: {fp32:loss})", last=way.losses[-1], fp32=setup.losses[done])
+    part, near = part_of_limit(run, way.name, setup), None
+    if way.distances and distance_limit(run, way, setup) is not None:
+        near = say("distance from the weights of fp32: {part:share} of the limit", part=part)
+    after = say("{name:text}passes after {done:count step}", name=name, done=done or setup.steps)
+    return warn_if(part >= NEAR, chained(after, losses, near, between=", "))
+
+
+@per_run("trained", "advice", after="compared-module", basis=21, detail="more")
 def stays_near(run: Run, result: ScanResult) -> Made:
-    """How near the recommended way to train stays to fp32."""
+    """How near the recommended way to train stays to fp32, in full."""
     way, setup = _recommended(run, result), result.training
     if way is None or setup is None:
         return None
@@ -95,10 +112,9 @@ def stays_near(run: Run, result: ScanResult) -> Made:
         elif way.declared.is_random:
             judged = plain("which is not judged, as rounding at random is right on average")
         parts.append(chained(ends, judged, between=", "))
-    says = say("it passes after {done:count step}", done=done or setup.steps)
-    if parts:
-        says = chained(says, chained(*parts), between=": ")
-    return warn_if(part >= NEAR, says)
+    if not parts:
+        return None
+    return warn_if(part >= NEAR, chained(*parts))
 
 
 @per_run("scaling", "advice", after="compared-module", basis=40)
@@ -128,7 +144,7 @@ def _skipped(steps: int) -> Sentence:
     return say("no step skipped")
 
 
-@per_run("updates", "advice", after="compared-module", basis=50)
+@per_run("updates", "advice", after="compared-module", basis=50, detail="more")
 def updates(run: Run, result: ScanResult) -> Made:
     """Whether the recommended way to train loses updates of weights, or how it keeps them."""
     way = _recommended(run, result)
@@ -154,7 +170,7 @@ def updates(run: Run, result: ScanResult) -> Made:
     return Said(say(f"{loses}, which a longer training may show", lost=lost), "warn")
 
 
-@per_run("other-way", "advice", after="compared-module", basis=60)
+@per_run("other-way", "advice", after="compared-module", basis=60, detail="more")
 def other_way(run: Run, result: ScanResult) -> Made:
     """Why the recommended run is not to be trained as its user would write it."""
     way, first = _recommended(run, result), first_way(run)
@@ -164,7 +180,7 @@ def other_way(run: Run, result: ScanResult) -> Made:
     return chained(say("{first:text} it does not pass", first=usual), why(run), between=": ")
 
 
-@per_run("state", "advice", after="compared-module", basis=70)
+@per_run("state", "advice", after="compared-module", basis=70, detail="more")
 def state(run: Run, result: ScanResult) -> Made:
     """The memory of weights and optimizer state in the recommended way, against fp32's."""
     way, reference, fp32 = _recommended(run, result), reference_of(result.runs), _in_fp32(result)
@@ -189,7 +205,7 @@ def state(run: Run, result: ScanResult) -> Made:
 # -- what it is judged by
 
 
-@per_scan("seeds", "inputs", after="scope")
+@per_scan("seeds", "inputs", after="scope", detail="more")
 def seeds(result: ScanResult) -> Iterator[Made]:
     """What a run in low precision is judged by."""
     setup = result.training

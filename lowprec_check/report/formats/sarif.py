@@ -191,7 +191,7 @@ def fingerprints(merged: Sequence[Place]) -> Iterator[str]:
     alike: dict[str, list[int]] = {}
     keys = []
     for group, file in ((place.group, place.line.file.replace("\\", "/")) for place in merged):
-        words = _DTYPES.sub("dtype", without_numbers(group.messages[0].text))
+        words = _DTYPES.sub("dtype", without_numbers(group.messages[0].found[0].message))
         keys.append("\x1f".join((group.code, file, group.op or words)))
     for index in sorted(range(len(merged)), key=lambda index: merged[index].line.number):
         alike.setdefault(keys[index], []).append(index)

@@ -61,35 +61,54 @@ def screen(width: int, color: bool) -> Iterator[tuple[Console, Screen]]:
 def text(document: Document, *, width: int = 100, color: bool = False, detail: Detail = "first") -> str:
     """The document, ``width`` columns wide, with ANSI colours if ``color``."""
     with screen(width, color) as (console, printed):
-        _print_blocks(console, document.shown(detail, "last"), detail)
+        _print_blocks(console, document.shown(detail, "code last"), detail)
     return printed.text.lstrip("\n")
 
 
 def _print_blocks(console: Console, blocks: Iterable[Block], detail: Detail, indent: int = 0) -> None:
+    before: Block | None = None
     for block in blocks:
         if isinstance(block, Heading):
-            console.print(Text(f"\n{visible(block.text)}", style="bold"))
+            console.print()
+            if block.text:
+                console.print(Text(visible(block.text), style="bold"))
         elif isinstance(block, Say):
-            style, style_of_lead, left = _STYLES.get(block.role, _TONES[block.tone]), "", indent
-            if block.role == "verdict":  # it stands out by itself
-                style, style_of_lead = f"bold {_TONES[block.tone]}".strip(), "bold"
-                console.print()
-            elif block.role in ("item", "step"):
-                left += 2
-            lead = (fill("{}: ", visible(block.lead, 1000)), style_of_lead)
-            console.print(Padding(Text.assemble(lead, (visible(block.text, 4000), style)), (0, 0, 0, left)))
+            _print_sentence(console, block, indent)
         elif isinstance(block, Table):
             _print_table(console, block, detail, indent)
         elif isinstance(block, CodeBlock):
-            console.print()
-            for line in visible_lines(block.text):
-                console.print(Text(f"    {line}"), soft_wrap=True)
+            _print_code(console, block, detail, is_after_table=isinstance(before, Table))
         elif isinstance(block, Pairs):
             rows = [[visible(name), visible(value)] for name, value in block.pairs]
             print_table(console, ["", ""], rows, sentences=True)
         elif isinstance(block, Fold):
             console.print(Padding(Text(visible(block.title, 2000), style=_TONES[block.tone]), (0, 0, 0, indent)))
             _print_blocks(console, block.blocks, detail, indent + 4)
+        before = block
+
+
+def _print_sentence(console: Console, block: Say, indent: int) -> None:
+    style, style_of_lead = _STYLES.get(block.role, _TONES[block.tone]), ""
+    if block.role == "verdict":  # it stands out by itself
+        style_of_lead = f"bold {_TONES[block.tone]}".strip()
+        style = "" if block.lead else style_of_lead
+        if block.detail != "brief":
+            console.print()
+    elif block.role in ("item", "step"):
+        indent += 2
+    lead = (fill("{}: ", visible(block.lead, 1000)), style_of_lead)
+    console.print(Padding(Text.assemble(lead, (visible(block.text, 4000), style)), (0, 0, 0, indent)))
+
+
+def _print_code(console: Console, block: CodeBlock, detail: Detail, *, is_after_table: bool) -> None:
+    lines = visible_lines(block.text)
+    # a first screen is short
+    if detail == "first":
+        lines = [line for line in lines if line.strip()]
+    if not is_after_table:
+        console.print()
+    for line in lines:
+        console.print(Text(f"    {line}"), soft_wrap=True)
 
 
 def _print_table(console: Console, block: Table, detail: Detail, indent: int) -> None:
@@ -116,6 +135,7 @@ def _print_table(console: Console, block: Table, detail: Detail, indent: int) ->
         sentences=bool(block.columns) and block.columns[-1].type in WIDE,
         heading=block.headings,
         least=least,
+        cuts=block.detail == "brief",
     )
     for line in more:
         console.print(Text(line, style="dim"))
@@ -151,12 +171,14 @@ def print_table(
     sentences: bool = False,
     heading: int = 1,
     least: int = LEAST_TEXT,
+    cuts: bool = False,
 ) -> None:
     """Print a table: as one if it fits; else the sentence of a row below its figures; else each row
     as a block, headed by its first ``heading`` cells.
 
     The columns named in ``right`` are aligned there. With ``sentences`` the last column may take
-    several lines; it goes below its row if less than ``least`` columns are left.
+    several lines; it goes below its row if less than ``least`` columns are left. A table that
+    ``cuts`` it gives one line to each row where it fits beside the figures.
     """
     cells = [[Text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
     # what the figures need, and what the sentence beside them would
@@ -172,6 +194,8 @@ def print_table(
             side: Literal["left", "right"] = "right" if name in right else "left"
             table.add_column(name, justify=side, overflow="fold", no_wrap=not folds)
         for row in cells:
+            if cuts:
+                row[-1].truncate(console.width - fixed, overflow="ellipsis")
             table.add_row(*row)
         console.print(table)
     # the figures as a table, each sentence below its row

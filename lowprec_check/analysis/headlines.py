@@ -1,0 +1,106 @@
+"""The findings of a first screen: those that matter for a decision, each in one or two lines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from lowprec_check.analysis.findings import FindingGroup
+from lowprec_check.analysis.run_summary import shorten
+from lowprec_check.schema.findings import ReportedCase
+from lowprec_check.schema.statements import Sentence, fill, joined, module_name, short_op, some, words
+
+MOST = 5
+_LONGEST = 190  # characters: two lines of 100 columns, indented
+_RESTATES = "LP301"  # the code of what the row of a run in the table says too
+
+
+class Headline(NamedTuple):
+    """Findings of one code in the same runs, with the same advice."""
+
+    lead: str
+    """``LP101 missing-kernel (bfloat16, half)``."""
+    text: str
+    code: str
+    known: ReportedCase | None
+
+
+def headlines(found: Sequence[FindingGroup], *, passes: bool) -> list[Headline]:
+    """All but notes, the most important first; :data:`MOST` of them are shown. ``passes``: whether
+    a run does, so that what to do is known.
+    """
+    groups = [group for group in found if group.severity != "note"]
+    explained = {run for group in groups if group.code != _RESTATES for run in group.runs}
+    merged: dict[object, list[FindingGroup]] = {}
+    for group in groups:
+        if group.code != _RESTATES or not (passes or explained.issuperset(group.runs)):
+            key = group.code, group.severity, tuple(group.runs), tuple(group.advice)
+            merged.setdefault(key, []).append(group)
+    return [_headline(members) for members in merged.values()]
+
+
+def _headline(groups: Sequence[FindingGroup]) -> Headline:
+    first = groups[0]
+    lead = f"{first.code} {first.name}{fill(' ({})', ', '.join(first.runs))}"
+    known = next((group.known for group in groups if group.known is not None), None)
+    room = _LONGEST - len(lead)
+    text = next((text for text in _texts(groups) if len(text) <= room), None)
+    return Headline(lead, text or shorten(list(_texts(groups))[-1], room), first.code, known)
+
+
+def _texts(groups: Sequence[FindingGroup]) -> Iterator[str]:
+    """Where, what and what to do, in fewer and fewer words."""
+    where, what = _where(groups), _what(groups)
+    advice = groups[0].advice
+    # in full, then only the first option, then without how it went
+    ends = (r"(?!)", r", or |; ", r", |: |; ")
+    for end in ends:
+        shown = {text: re.split(end, text, maxsplit=1)[0] for text in advice}
+        to_do = next(iter(shown.values()))
+        if len(advice) > 1:
+            to_do = "; ".join(f"{', '.join(advice[text])}: {option}" for text, option in shown.items() if option)
+        yield ": ".join(filter(None, (where, what))) + fill(" → {}", to_do)
+        # the name of the finding says what, too
+        if where and end is not ends[0]:
+            yield where + fill(" → {}", to_do)
+
+
+def _what(groups: Sequence[FindingGroup]) -> str:
+    """What all their messages begin with; empty if they do not begin alike."""
+    sentences = [_first_clause(d.sentence) for group in groups for m in group.messages for d in m.found]
+    if len({words(sentence) for sentence in sentences}) == 1:
+        return joined(sentences)
+    if len(groups) > 1:
+        return ""
+    said = []
+    for message in groups[0].messages:
+        text = joined([_first_clause(d.sentence) for d in message.found])
+        said.append(f"{fill('{}: ', ', '.join(message.runs))}{text}")
+    return "; ".join(said)
+
+
+def _first_clause(sentence: Sentence) -> Sentence:
+    """What is before the first semicolon: what was observed, without the proof."""
+    template = sentence.template.partition("; ")[0]
+    figures = {name: figure for name, figure in sentence.figures.items() if f"{{{name}:" in template}
+    return Sentence(template=template, figures=figures)
+
+
+def _where(groups: Sequence[FindingGroup]) -> str:
+    """``mm, bmm of encoder.0 (net.py:23, 24)``; empty for the whole model."""
+    ops = some(list(dict.fromkeys(short_op(group.op) for group in groups if group.op)), 4)
+    places = [place for group in groups for place in group.places]
+    modules = dict.fromkeys(place.module for place in places if place.module)
+    module = some([module_name(name) for name in modules], 2)
+    named = " of ".join(filter(None, (ops, module)))
+    return f"{named}{fill(' ({})', _lines(place.source for place in places))}".strip()
+
+
+def _lines(sources: Iterable[str | None]) -> str:
+    """``net.py:23, 24, layers.py:7``."""
+    numbers: dict[str, list[str]] = {}
+    for source in dict.fromkeys(filter(None, sources)):
+        file, _, number = source.rpartition(":")
+        numbers.setdefault(file or source, []).append(number)
+    return some([f"{file}:{some(lines)}" for file, lines in numbers.items()], 2)
