@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from lowprec_check.analysis.run_summary import shorten
 from lowprec_check.analysis.training_status import diverges, nonfinite, when_raised
@@ -29,6 +29,11 @@ def steps_of(way: TrainingWay) -> int:
     if way.status in ("ok", "inaccurate") and way.losses:
         return len(way.losses) - 1
     return 0
+
+
+def common_steps(ways: Iterable[TrainingWay], setup: TrainingSetup) -> int:
+    """After how many steps the losses of ``ways`` are told together: the fewest that any made."""
+    return min([steps for steps in map(steps_of, ways) if steps] + [len(setup.losses) - 1])
 
 
 def told(way: TrainingWay, setup: TrainingSetup) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from lowprec_check.analysis.recommend import recommended_run
 from lowprec_check.analysis.run_summary import candidates, label, reference_of
 from lowprec_check.analysis.training_status import distance_limit, first_way, ways_tried
-from lowprec_check.features.training.outcomes import remarks, steps_of
+from lowprec_check.features.training.outcomes import common_steps, remarks, steps_of
 from lowprec_check.features.training.statements import MATTERS, lost_kinds, tensor_name
 from lowprec_check.report import charts
 from lowprec_check.report.blocks import Block, Chart, Column, ErrorOf, Fold, Heading, Row, Say, Table
@@ -57,15 +57,17 @@ def _loss(run: Run, result: ScanResult) -> str | None:
     elif way is None or way.status not in ("ok", "inaccurate", "nonfinite") or len(way.losses) < 2:
         return None
     elif way.status == "nonfinite":
-        losses = [None]
+        return "Inf/NaN"
     else:
         losses = way.losses
     if not losses:
         return None
-    # the loss after the last step, which may not be finite
-    if losses[-1] is None:
+    # a slow run may have made fewer steps
+    firsts = [first_way(other) for other in candidates(result.runs)]
+    loss = losses[common_steps([first for first in firsts if first is not None], setup)]
+    if loss is None:
         return "Inf/NaN"
-    return f"{losses[-1]:.4g}"
+    return f"{loss:.4g}"
 
 
 def _gradient_error(run: Run, result: ScanResult) -> str | None:
@@ -84,7 +86,7 @@ def _lost_updates(run: Run, result: ScanResult) -> float | None:
     return way.lost_updates
 
 
-LOSS = RunColumn("output error", Column("loss", "text", "The loss after the last step."), _loss)
+LOSS = RunColumn("output error", Column("loss", "text", "The loss after the last step that all rows made."), _loss)
 GRADIENT_ERROR = RunColumn(
     "output error",
     Column("gradient error", "text", "Relative L2 error of all gradients of the first step against fp32."),
@@ -200,7 +202,7 @@ def _ways(result: ScanResult, setup: TrainingSetup) -> Iterator[Block]:
         Column("precision", "run"),
         Column("way"),
         Column("status", "status", judged),
-        Column("loss", "figure", "After the last step."),
+        Column("loss", "figure", "After the last step that all rows made."),
         Column("distance", "error", "Of the weights from those of fp32, relative to how far these moved."),
         Column("moved", "share", "How far the weights moved, relative to fp32; or one of them, if it hardly moved."),
         Column("lost", "percent", "Share of the updates of weights that rounding loses."),
@@ -213,16 +215,17 @@ def _ways(result: ScanResult, setup: TrainingSetup) -> Iterator[Block]:
         recommended = advice.way
     # ways that say more than the table of runs are shown first, the others with more detail
     news, others, passing = list[Row](), list[Row](), 0
+    steps = common_steps([way for run in result.runs for way, _ in _told(run)], setup)
     for run in result.runs:
         for way, is_news in _told(run):
-            row = _way(run, way, setup, recommended if run is best else None)
+            row = _way(run, way, setup, recommended if run is best else None, steps)
             (news if is_news else others).append(row)
             passing += not is_news and way.status == "ok"
     # the row of fp32, which the others are judged by
     fp32, reference = reference_of(result.runs), list[Row]()
     first = first_way(fp32) if fp32 is not None else None
     if first is not None:
-        loss = next(reversed(setup.losses), None)
+        loss = setup.losses[steps] if setup.losses else None
         cells = ["fp32", first.declared.words, "reference", loss, None, None, None, first.state_bytes, None]
         reference = [Row(cells)]
     yield Heading("Ways to train", anchor="ways", detail="more")
@@ -257,11 +260,11 @@ def _told(run: Run) -> Iterator[tuple[TrainingWay, bool]]:
         yield from zip(ways, [any(news), *news[1:]], strict=True)
 
 
-def _way(run: Run, way: TrainingWay, setup: TrainingSetup, recommended: str | None) -> Row:
+def _way(run: Run, way: TrainingWay, setup: TrainingSetup, recommended: str | None, steps: int) -> Row:
     loss, distance, moved, tag = None, None, None, ""
     # a way that a failure ended has no figures of its last step
     if steps_of(way):
-        loss = way.losses[-1]
+        loss = way.losses[steps]
         moved = way.progress if way.moved is None else way.moved
         if way.distances:
             distance = ErrorOf(way.distances[-1], distance_limit(run, way, setup))

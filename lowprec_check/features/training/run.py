@@ -28,7 +28,7 @@ from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.target_source import TargetSource
 from lowprec_check.errors import UsageError
 from lowprec_check.features.training.steps import TrainingStep, batches_of, ways_for, with_step
-from lowprec_check.features.training.training_part import TrainingPart, with_draws_of
+from lowprec_check.features.training.training_part import TrainingPart, explained_way, with_draws_of
 from lowprec_check.features.training.training_reference import ReferenceTraining, TrainingReference, in_training
 from lowprec_check.schema.amp_use import all_told
 from lowprec_check.schema.options import ScanOptions
@@ -120,6 +120,10 @@ class Training(Mode):
         """A training step."""
         with in_training(task, target) as ready:
             way = self.way or ways_for(target, ready, self.steps)[0]
+            # An explanation that is tried again explains the same step
+            so_far = task.so_far if isinstance(task, RunTask) else None
+            if self.way is None and so_far is not None and so_far.run.training is not None:
+                way = explained_way(way, so_far.run.training.ways[0])
             step = TrainingStep(target, ready, way, target.model)
             yield with_step(ready, step), options._replace(step=step)
 

@@ -106,11 +106,8 @@ class TrainingPart(TrainingSteps):
         )
         self._add_verdict(run, trajectory.seconds)
         self._add(result, loop, watchers)
-        # A step is explained as it was made: with a smaller scale, or without one if none was made.
+        self.explained = explained_way(way, result)
         if result.skipped_steps:
-            self.explained = PLAIN
-            if trajectory.steps:
-                self.explained = dataclasses.replace(way, scale=result.final_scale)
             self.outputs = None
 
     def compare_ways(self) -> None:
@@ -309,6 +306,15 @@ class TrainingPart(TrainingSteps):
             elif math.isfinite(largest.value):
                 break
         return largest
+
+
+def explained_way(way: WayToTrain, trained: TrainingWay) -> WayToTrain:
+    """What explains a step as it was made: a smaller scale, or none if no step was made."""
+    if not trained.skipped_steps:
+        return way
+    if not trained.scales:
+        return PLAIN
+    return dataclasses.replace(way, scale=trained.final_scale)
 
 
 def _last(values: Sequence[float]) -> float | None:

@@ -181,6 +181,23 @@ def test_the_runs_have_the_figures_of_training() -> None:
     assert shown["autocast-bf16"][4] == ""
 
 
+def test_losses_in_one_table_are_after_the_same_step() -> None:
+    """A slow run ends after fewer steps, with the loss of the batch that fp32 has at this place."""
+    slow = RESULT.run("autocast-bf16")
+    assert slow.training is not None
+    ended = msgspec.structs.replace(slow.training.ways[0], losses=losses()[:4], distances=distances(0.01)[:3])
+    result = msgspec.structs.replace(
+        RESULT,
+        runs=[changed(run, ways=[ended]) if run is slow else run for run in RESULT.runs],
+    )
+    shown = {name: row[1] for name, row in runs(result).items()}
+    assert shown["fp32"] == f"{FP32_LOSSES[3]:.4g}"
+    assert shown["autocast-bf16"] == f"{FP32_LOSSES[3]:.4g}"
+    assert float(shown["autocast-fp16"]) == pytest.approx(FP32_LOSSES[3], abs=0.02)
+    rows = [(row["precision"], row["way"], row["loss"]) for row in ways(result)]
+    assert ("fp32", "as it is", f"{FP32_LOSSES[3]:.4g}") in rows
+
+
 def test_the_error_of_the_output_is_no_column() -> None:
     assert "output error" not in [column.name for column in runs_table(RESULT).columns]
     untrained = msgspec.structs.replace(RESULT, training=None)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,13 +18,16 @@ from training_cases import a_result, a_trained, a_way
 from training_loops import mean_square, sgd, trained, training
 
 from lowprec_check.analysis.conclusion import conclude
+from lowprec_check.core.tasks import RunTask
 from lowprec_check.engine.model.optimizer_like import Clip, OptimizerLike, settings_of
+from lowprec_check.features.training import run as training_run
 from lowprec_check.features.training import ways
 from lowprec_check.features.training.advice import training_code
+from lowprec_check.features.training.run import Training
 from lowprec_check.features.training.statements import power_of_two
 from lowprec_check.report.registry import FORMATS, render
 from lowprec_check.schema.precisions import PRECISIONS
-from lowprec_check.schema.training import Divergence, LostUpdates
+from lowprec_check.schema.training import Divergence, LostUpdates, TrainingRun, TrainingWay
 from lowprec_check.schema.ways_to_train import WAYS, way_named, ways_of
 
 TOY = '''
@@ -269,3 +274,23 @@ def test_the_scale_grows_as_a_long_training_shows(monkeypatch: pytest.MonkeyPatc
     assert f"{'stays near' if highest == found.final_scale else 'to'} {power_of_two(highest)}" in said
     if highest > (found.final_scale or 0.0):
         assert f"in {scales.index(highest) // 3 * 2000:,} steps" in said
+
+
+@pytest.mark.parametrize(("scales", "wanted"), [([1024.0], 1024.0), ([], None)])
+def test_an_explanation_that_is_tried_again_has_the_scale_of_the_steps(
+    monkeypatch: pytest.MonkeyPatch, scales: list[float], wanted: float | None
+) -> None:
+    trained = TrainingWay(
+        name="grad-scaler", status="ok", skipped_steps=6, scales=scales, initial_scale=65536.0, final_scale=1024.0
+    )
+    so_far = SimpleNamespace(run=SimpleNamespace(training=TrainingRun(ways=[trained])))
+    task = object.__new__(RunTask)
+    object.__setattr__(task, "so_far", so_far)
+    explained = []
+    ready = SimpleNamespace(precision=PRECISIONS.get("autocast-fp16"))
+    monkeypatch.setattr(training_run, "in_training", lambda *_: contextlib.nullcontext(ready))
+    monkeypatch.setattr(training_run, "TrainingStep", lambda _target, _ready, way, _model: explained.append(way))
+    monkeypatch.setattr(training_run, "with_step", lambda ready, _step: ready)
+    target = cast(Any, SimpleNamespace(optimizer=None, model=None))
+    with Training(steps=3).explained(task, target, cast(Any, SimpleNamespace(_replace=lambda **_: None))):
+        assert [way.scale for way in explained] == [wanted]
