@@ -142,12 +142,11 @@ class OpCall(msgspec.Struct, gc=False):
     """1 for a value read into Python (``.item()``): the reference continues with the run's."""
     # Its times.
     time_ms: float | None = None
-    """Milliseconds of the call; ``None`` if it was not run as given, or ran on an accelerator."""
-    reference_ms: float | None = None
-    """Milliseconds of the same op in fp32, right after, one call: its caches are not those of
-    ``time_ms``, and its results may take new memory, which costs more than a small op. Do not
-    divide single calls by it.
+    """Milliseconds of the op alone, of a call that seemed slow: the fastest of two calls, or of
+    those of an equal one before; ``None`` for any other call, and on an accelerator.
     """
+    reference_ms: float | None = None
+    """The same in fp32, the fastest of three calls; ``None`` where ``time_ms`` is."""
     compared_values: int = 0
     """Elements among which ``introduced_inf`` and ``introduced_nan`` were counted, or 0."""
     compared_choices: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ from lowprec_check.core.launcher import MAX_SUSPECTS, Attempts
 from lowprec_check.core.mode import Mode
 from lowprec_check.core.outcome import Outcome
 from lowprec_check.core.tasks import RunTask
-from lowprec_check.core.trace import lockstep
+from lowprec_check.core.trace import lockstep, op_times
 from lowprec_check.process import system
 from lowprec_check.process.breadcrumb import AFTER_OP, IN_OP, Position
 from lowprec_check.schema.measures import TimingConditions
@@ -144,24 +145,63 @@ def test_many_short_calls_do_not_make_an_op_slow() -> None:
     assert slow_ops(*[(0.2, 0.005)] * 200) == 1
 
 
+CLOCK = {"now": 0.0}
+CALLS = {torch.half: 0, torch.float32: 0}
+
+
+@torch.library.custom_op("slow_ops::costs", mutates_args=())
+def costs(x: Tensor) -> Tensor:
+    """Every other call takes longer, as those that take new memory."""
+    CALLS[x.dtype] += 1
+    fast, slow = (3.0, 8.0) if x.dtype == torch.half else (0.125, 1.0)
+    CLOCK["now"] += slow if CALLS[x.dtype] % 2 else fast
+    return x.clone()
+
+
+@costs.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+costs.register_autograd(lambda _context, gradient: gradient)
+
+
+class Costs(nn.Module):
+    """Two equal calls of a slow op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        called = torch.ops.slow_ops.costs
+        return cast("Tensor", called(called(self.linear(x)))).relu()
+
+
 @pytest.mark.parametrize("budget", [True, False])
-def test_the_time_in_fp32_is_that_of_the_op_alone(budget: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("longest", [10.0, 0.5])
+def test_times_are_those_of_the_op_alone_or_are_not_saved(
+    budget: bool, longest: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Mapping the arguments to those of the reference and recording the op on the tape took longer than small ops."""
-    clock = [0.0]
     recorded = lockstep.map_args
 
     def slowly(*given: Any) -> Any:
-        clock[0] += 1.0
+        CLOCK["now"] += 1.0
         return recorded(*given)
 
+    monkeypatch.setattr(op_times, "LONG_SECONDS", longest)
+    monkeypatch.setattr(op_times, "MOST_SECONDS", math.inf)
     monkeypatch.setattr(lockstep, "map_args", slowly)
-    monkeypatch.setattr(system, "perf_counter", lambda: clock[0])
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
-    calls = helpers.run(model, (torch.randn(2, 8),), "half", budget=budget)[1].op_calls
-    assert clock[0] >= 2.0
-    times = [row.reference_ms for row in calls.rows() if row.reference_ms is not None]
-    assert len(times) >= 2
-    assert set(times) == {0.0}
+    monkeypatch.setattr(system, "perf_counter", lambda: CLOCK["now"])
+    calls = helpers.run(Costs(), (torch.randn(2, 8),), "half", budget=budget)[1].op_calls
+    timed_calls = [(row.op, row.time_ms, row.reference_ms) for row in calls.rows() if row.time_ms is not None]
+    assert [op for op, _, _ in timed_calls] == ["slow_ops.costs.default"] * 2
+    assert {reference for _, _, reference in timed_calls} == {125.0}
+    # What takes longer than that is not called again.
+    wanted = {3000.0} if longest == 10.0 else {3000.0, 8000.0}
+    assert {time for _, time, _ in timed_calls} == wanted
+    assert all(row.reference_ms is None for row in calls.rows() if row.time_ms is None)
 
 
 def test_while_cores_are_used_only_long_calls_make_an_op_slow() -> None:

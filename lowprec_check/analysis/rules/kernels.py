@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -21,7 +22,6 @@ from lowprec_check.schema.statements import Sentence, chained, fill, plain, say,
 SLOW_RATIO = 5.0  # times as long as in fp32
 LEAST_PART = 0.05  # of the time of a run: an op that takes less of it makes nothing slow
 SLOW_MS = 5.0
-COLD_MS = 50.0
 SHORT_MS = 0.1  # of a shorter call, what surrounds the kernel is too large a part to compare two of them
 WAIT_MS = 100.0  # how long a call with threads may wait for busy cores: over 80 ms was observed
 
@@ -301,11 +301,11 @@ def slow_kernel(result: ScanResult) -> Iterator[Finding]:
     """The op runs, but much slower than in fp32.
 
     Observed: in total, the calls of this op took at least 5 times as long as the same calls in
-    fp32, each timed right after the other, and more than 5 ms and 5 % of the time of the run; and
-    so did the typical call, not only one that had to wait for a core. While other programs use the
-    cores, or without times, which would tell, only calls of more than 100 ms count. If there are
-    several calls, the first is left out, since it also sets up the kernel. If the op is too slow
-    for the time budget, the scan times one call and computes the others in fp32 (LP903). A call
+    fp32, and more than 5 ms and 5 % of the time of the run; and so did the typical call, not only
+    one that had to wait for a core. Each call that seems slow is timed again, in both. What the
+    table says of the run must agree: it takes longer than fp32 by at least half of that. While
+    other programs use the cores, or without times, only calls of over 100 ms count. If an op is too
+    slow for the time budget, the scan times one call and computes the others in fp32 (LP903). A call
     that does not end in time is ended, and tried once more: if it takes too long again, its time is
     compared with the longest fp32 call of the op in the scan, or with all of fp32. An op in which a
     budget only happened to end is not listed. On another backend, and for compiled code, the ops
@@ -330,9 +330,10 @@ def slow_kernel(result: ScanResult) -> Iterator[Finding]:
     conditions = result.timing_conditions
     is_unknown = (conditions is None and not result.complete) or is_off
     shortest = WAIT_MS if is_unknown or cores_were_used(conditions) else SHORT_MS
-    slow = [(run, _slow_ops(run, shortest)) for run in eager]
-    # The same for ops with a call that was ended for taking too long, if fp32 was timed.
     reference = reference_of(result.runs)
+    fp32_ms = (reference and reference.latency_ms) or 0.0
+    slow = [(run, _slow_ops(run, shortest, fp32_ms)) for run in eager]
+    # The same for ops with a call that was ended for taking too long, if fp32 was timed.
     for run, slow_ops in slow:
         for op, reason in run.emulated.items():
             here = 1e3 * (seconds_killed(reason) or 0.0)
@@ -351,11 +352,10 @@ def slow_kernel(result: ScanResult) -> Iterator[Finding]:
             yield Finding(message, run=run, op=op, help=faster(run, result, formats), calls=calls)
 
 
-def _slow_ops(run: Run, shortest: float) -> dict[str, tuple[Sentence, int]]:
+def _slow_ops(run: Run, shortest: float, fp32_ms: float) -> dict[str, tuple[Sentence, int]]:
     """How much slower, and in how many calls, for each slow op, the one that takes most time first.
 
-    The first call includes the kernel's set-up: it counts only if it is the only one, and longer
-    than ``COLD_MS``. A total over twice the time of the plain run, if it ran these ops, is ignored:
+    A total that exceeds fp32's by twice what the plain run does, if it ran these ops, is ignored:
     something else slowed it down. So is a total that a few calls make, which had to wait for a
     processor: the typical call must be slow too, and take more than ``shortest`` ms.
     """
@@ -363,19 +363,21 @@ def _slow_ops(run: Run, shortest: float) -> dict[str, tuple[Sentence, int]]:
     for row in run.op_calls.rows():
         if row.time_ms is not None and row.reference_ms is not None:
             times[row.op].append((row.time_ms, row.reference_ms))
-    most, where = 2 * (run.latency_ms or float("inf")), None
+    # Twice what the run loses against fp32, by the times that the table shows.
+    most, where = math.inf, None
+    if run.latency_ms is not None:
+        most = 2 * (run.latency_ms - fp32_ms)
     if not run.is_eager:
         most, where = run.latency_ms or 0.0, say("in eager mode")
     least = max(SLOW_MS, LEAST_PART * (run.latency_ms or 0.0))
     slow: dict[str, tuple[float, float]] = {}
     for op, calls in times.items():
-        counted = calls[1:] or [call for call in calls if call[0] > COLD_MS]
-        here, fp32 = sum(here for here, _ in counted), sum(fp32 for _, fp32 in counted)
-        if not max(least, SLOW_RATIO * fp32) < here < most:
+        here, fp32 = sum(here for here, _ in calls), sum(fp32 for _, fp32 in calls)
+        if here <= max(least, SLOW_RATIO * fp32) or here - fp32 >= most:
             continue
         # Typical is the median ratio among the calls that make up 80 % of the op's time in fp32.
         left, chosen = 0.8 * fp32, list[tuple[float, float]]()
-        for call in sorted(counted, key=lambda call: -call[1]):
+        for call in sorted(calls, key=lambda call: -call[1]):
             chosen.append(call)
             left -= call[1]
             if left <= 0:

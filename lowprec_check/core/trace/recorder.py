@@ -21,6 +21,7 @@ from lowprec_check.core.trace.journal import Journal
 from lowprec_check.core.trace.lockstep import GeneratorState, Lockstep, has_drawn, state_before
 from lowprec_check.core.trace.observers import End, OpObserver
 from lowprec_check.core.trace.op_errors import OpErrors, has_local_error, widened_arguments
+from lowprec_check.core.trace.op_times import OpTimes
 from lowprec_check.core.trace.ops import has_narrow_dtype
 from lowprec_check.core.trace.places import CallSite, Places
 from lowprec_check.core.trace.twins import storage_key
@@ -67,6 +68,7 @@ class Recorder(DispatchMode):
         )
         flipped = self.execution.solver_failures.add
         self._op_errors = OpErrors(lockstep, flipped, local=errors == "both", count_flushed=underflows(low))
+        self._op_times = OpTimes()
         self._errors, self._timed, self._observers = errors, timed, observers
         self._on_line: dict[CallSite, dict[int, int]] = {}
 
@@ -180,8 +182,6 @@ class Recorder(DispatchMode):
         call.involved = call.involved or any(map(is_narrow, outputs))
         call.drew = has_drawn(call, state)
         self.drew |= call.drew
-        if self._timed and call.outcome == "ok":
-            row.time_ms = _milliseconds(call.seconds)
         try:
             if call.involved and outputs and self._errors != "none":
                 self._measure(call, outputs, state, row)
@@ -217,9 +217,5 @@ class Recorder(DispatchMode):
         seconds = self._op_errors.measure(call, outputs, row)
         call.unrounded_outputs = call.widened_outputs
         if seconds is not None and call.outcome == "ok" and self._timed:
-            row.reference_ms = _milliseconds(seconds)
+            self._op_times.add(call, row, seconds, self.lockstep.arguments(call))
             self.emulation.add_timing(call.traits.name, call.seconds, seconds)
-
-
-def _milliseconds(seconds: float) -> float:
-    return int(seconds * 1e7) / 1e4
