@@ -305,13 +305,13 @@ def slow_kernel(result: ScanResult) -> Iterator[Finding]:
     one that had to wait for a core. Each call that seems slow is timed again, in both. What the
     table says of the run must agree: it takes longer than fp32 by at least half of that. While
     other programs use the cores, or without times, only calls of over 100 ms count. If an op is too
-    slow for the time budget, the scan times one call and computes the others in fp32 (LP903). A call
-    that does not end in time is ended, and tried once more: if it takes too long again, its time is
-    compared with the longest fp32 call of the op in the scan, or with all of fp32. An op in which a
-    budget only happened to end is not listed. On another backend, and for compiled code, the ops
-    are timed in eager mode; they are listed only if the run itself takes at least as long. Times
-    depend on the load of the machine, so this finding is never part of a baseline, and `--fail-on`
-    ignores it if there is one.
+    slow for the time budget, the scan times one call and computes the others in fp32 (LP903). A
+    call that does not end in time is ended, and tried once more: if it takes too long again, its
+    time is compared with the longest fp32 call of the op in the scan, or with all of fp32. An op in
+    which a budget only happened to end is not listed. On another backend, and for compiled code,
+    the ops are timed in eager mode; they are listed only if the run itself takes at least as long.
+    Times depend on the load of the machine, so this finding is never part of a baseline, and
+    `--fail-on` ignores it if there is one.
 
     Usual causes: a CPU without fp16 arithmetic, which makes convolutions and matrix products slow.
 
