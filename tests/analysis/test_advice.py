@@ -587,7 +587,7 @@ def test_what_was_tried_if_nothing_passes(runs: list[Run], says: str) -> None:
 
 
 def test_a_compiled_run_is_slow_only_if_it_takes_as_long_as_its_ops() -> None:
-    calls = to_columns([OpCall(op="aten.mm.default", module="", time_ms=40.0, reference_ms=1.0, outcome="ok")] * 3)
+    calls = to_columns([OpCall(op="aten.mm.default", module="", time_ms=40.0, reference_ms=1.0, outcome="ok")] * 2)
     for backend, latency, shown in (("eager", 100.0, 1), ("jit", 100.0, 1), ("jit", 10.0, 0), ("jit", None, 0)):
         found = a_result(a_run("half", op_calls=calls, backend=backend, latency_ms=latency))
         messages = [d.message for d in diagnose(found) if d.code == "LP106"]
