@@ -15,13 +15,6 @@ from lowprec_check.features.fix.source_text import Edit, SourceText
 Change = tuple[SourceText, SourceFix]
 
 
-class _Region(NamedTuple):
-    """Statements of one block, from a forward pass to where the backward pass begins."""
-
-    source: SourceText
-    statements: list[ast.stmt]
-
-
 Widened = Literal["nothing", "outputs", "read later"]
 """What models return is cast to fp32: at once, for a loss that needs it, or behind the block."""
 
@@ -68,7 +61,9 @@ def _indented(
     source: SourceText, covered: list[ast.stmt], header: str, passes: list[_Pass], widens: Widened
 ) -> Iterator[Edit]:
     """What puts statements under autocast, and casts what models return to fp32."""
-    calls = list({id(call): call for each in passes for call in each.forward if isinstance(call, ast.expr)}.values())
+    # What a new statement gets a copy of is left as it is
+    forward = [call for each in passes for call in each.forward if call not in each.in_loss]
+    calls = [call for call in dict.fromkeys(forward) if isinstance(call, ast.expr)]
     for run in _runs(source, covered):
         yield from source.indented_under(run, header)
         if widens == "read later":

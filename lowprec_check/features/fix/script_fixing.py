@@ -215,7 +215,10 @@ class _Search:
         self.trials += 1
         if self.on_progress is not None:
             self.on_progress("fix", f"trial {self.trials}: {counted(len(changes), 'change')}")
-        texts = tuple((str(source.path), text) for source, text in _texts(changes).items())
+        try:
+            texts = tuple((str(source.path), text) for source, text in _texts(changes).items())
+        except ValueError as error:  # two changes of one expression
+            return TriedScript(None, str(error))
         path, steps = os.path.abspath(self.spec.name), self.options.steps or STEPS
         is_first = not changes and arguments is None
         given = self.spec.arguments if arguments is None else tuple(arguments)

@@ -233,6 +233,20 @@ def test_a_patched_loop_trains_under_autocast(here: Path, monkeypatch: pytest.Mo
     assert not all_in_autocast(text, monkeypatch)
 
 
+def test_outputs_in_fp32_are_those_outside_of_a_loss_of_its_own(here: Path) -> None:
+    for name, line in (
+        ("function", "out = net(x).float()\n"),
+        ("one statement", "loss = F.mse_loss(model(x), y) * 2\n"),
+    ):
+        facts, locate = observed(here, HEAD + LOOPS[name])
+        changes = autocast_changes(facts, locate, "bfloat16", "outputs")
+        assert not isinstance(changes, str), changes
+        ((source, fix),) = changes
+        changed = edited(source.text, compose(source, [fix]))
+        assert line in changed
+        run(changed)
+
+
 def test_what_is_read_later_is_cast_to_fp32_if_it_must_be(here: Path) -> None:
     text = (
         HEAD
