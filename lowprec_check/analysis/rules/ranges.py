@@ -412,6 +412,8 @@ def division_by_zero(result: ScanResult) -> Iterator[Finding]:
             if trial.status == "ok":
                 clamp = say("clamp its input x: x.clamp(min=torch.finfo(x.dtype).tiny)")
                 return message, chained(clamp, passing_elsewhere(run, result), between=", or ")
+            if trial.rel_l2 is not None and run.status == "nonfinite":
+                clamp = say("clamp its input x for a finite output: x.clamp(min=torch.finfo(x.dtype).tiny)")
         return message, chained(clamp, wider_range(run, result, row.module), between=", or ")
 
     yield from weighed_places(result, divides, lambda row: row.introduced_inf, describe, by_trial="Inf")

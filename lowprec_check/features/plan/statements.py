@@ -45,10 +45,10 @@ def _no_plan(run: Run, result: ScanResult) -> Made:
     search = failed_search(run, result.attempts)
     if search is None or result.plan is not None:
         return None
-    words = "{outcome:text} ({trials:count trial})"
+    ended = say("{outcome:text} ({trials:count trial})", outcome=search.outcome, trials=search.trials)
     if search.stopped_without_plan and result.prediction is None:
-        words += "; {command:text} searches longer"
-    return say(words, outcome=search.outcome, trials=search.trials, command=command(result, "plan"))
+        return chained(ended, say("{command:text} searches longer", command=command(result, "plan")))
+    return ended
 
 
 @per_run("kept", "advice", after="setup", basis=90)

@@ -99,6 +99,50 @@ def test_a_function_has_nothing_to_cast_or_move(write: Write) -> None:
     assert torch.equal(pasted(result.recommendation.code, text), torch.arange(8.0).half().softmax(-1))
 
 
+PARTIAL = """
+import functools, torch
+def scaled(x, y, *, scale):
+    return torch.linalg.inv(x @ x.T * scale + torch.eye(4, dtype=x.dtype)) @ y
+model = functools.partial(scaled, scale=2.0)
+inputs = torch.eye(4), torch.ones(4, 2)
+"""
+CALLABLE = """
+import torch
+class Pipeline:
+    def __init__(self):
+        self.scale = 2.0
+    def __call__(self, x):
+        return torch.linalg.inv(x * self.scale)
+model = Pipeline()
+inputs = torch.eye(4)
+"""
+
+
+@pytest.mark.parametrize(("text", "name"), [(PARTIAL, "scaled"), (CALLABLE, "Pipeline")])
+def test_what_can_be_called_is_scanned_as_a_function(write: Write, text: str, name: str) -> None:
+    result = scanned(write(text), precisions=["half", "autocast-bf16"])
+    assert (result.model.name, result.model.kind) == (name, "function")
+    assert [gap.op for gap in result.run("half").gaps] == ["aten.linalg_inv_ex.default"]
+    assert result.recommendation is not None
+    inputs = "*inputs" if name == "scaled" else "inputs"
+    expected = pasted(f"output = model({inputs})", text)
+    torch.testing.assert_close(pasted(result.recommendation.code, text).float(), expected, rtol=0.05, atol=0)
+
+
+def test_a_partial_of_a_class_makes_a_model(write: Write) -> None:
+    text = "import functools, torch\nmodel = functools.partial(torch.nn.Linear, 3, 2)\ninputs = torch.ones(1, 3)"
+    assert isinstance(load_target(str(write(text))).model, torch.nn.Linear)
+
+
+@pytest.mark.parametrize("held", ["net", "[net]"])
+def test_a_callable_that_holds_a_module_is_an_error(write: Write, held: str) -> None:
+    made = f"net = torch.nn.Linear(3, 2)\nclass Pipe:\n    def __init__(self):\n        self.held = {held}"
+    called = "    def __call__(self, x):\n        return x\nmodel = Pipe()\ninputs = torch.ones(1, 3)"
+    path = write(f"import torch\n{made}\n{called}")
+    with pytest.raises(UsageError, match="uses the module `held`"):
+        load_target(str(path))
+
+
 @pytest.mark.parametrize("helper", ["net(x)", "helper(x)"])
 def test_a_function_that_uses_a_module_is_an_error(write: Write, helper: str) -> None:
     text = "import torch\nnet = torch.nn.Linear(3, 2)\ndef helper(x):\n    return net(x)\n"

@@ -66,13 +66,15 @@ def test_clamping_is_advised_if_it_makes_the_run_pass(kinds: list[str]) -> None:
     assert (trial.status == "ok") == (expected <= 1e-2)
     assert found
     for finding in found:
-        assert ("x.clamp(min=torch.finfo(x.dtype).tiny)" in (finding.help or "")) == (trial.status == "ok")
+        advised = "x.clamp(min=torch.finfo(x.dtype).tiny)" in (finding.help or "")
+        assert advised == (trial.rel_l2 is not None)
+        assert ("for a finite output" in (finding.help or "")) == (trial.status != "ok")
         assert "clamped at the smallest normal number" in finding.message
 
 
-def test_clamping_that_does_not_help_is_no_advice() -> None:
+def test_clamping_that_makes_the_output_finite_only_is_said_so() -> None:
     run, found = scanned(["loss"])
     assert error(Parts(["loss"], clamped=True)) > 1e-2
     assert run.clamp_trial is not None
     assert run.clamp_trial.status == "inaccurate"
-    assert not [finding for finding in found if "clamp" in (finding.help or "")]
+    assert all("clamp its input x for a finite output" in (finding.help or "") for finding in found)
