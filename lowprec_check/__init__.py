@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from lowprec_check.errors import UsageError
     from lowprec_check.features.plan.apply import apply
     from lowprec_check.features.plan.planner import find_plan
+    from lowprec_check.features.programs.models_of_program import Program, watch
+    from lowprec_check.features.programs.program_scan import ProgramScan
     from lowprec_check.report.registry import ReportFormat, render
     from lowprec_check.schema.axes import Backend, Code, Device, Example, UnsupportedOpsError
     from lowprec_check.schema.findings import Recommendation
@@ -41,6 +43,8 @@ _MODULES = {
         "engine.model.quantized_model": ("QuantizedModel", "load_quantized", "quantize"),
         "features.plan.apply": ("apply",),
         "features.plan.planner": ("find_plan",),
+        "features.programs.models_of_program": ("Program", "watch"),
+        "features.programs.program_scan": ("ProgramScan",),
         "core.scan": ("scan",),
         "errors": ("UsageError",),
         "report.registry": ("ReportFormat", "render"),
@@ -81,6 +85,8 @@ __all__ = [
     "Plan",
     "Planning",
     "Precision",
+    "Program",
+    "ProgramScan",
     "QuantizedModel",
     "Recommendation",
     "ReportFormat",
@@ -103,6 +109,7 @@ __all__ = [
     "quantize",
     "render",
     "scan",
+    "watch",
 ]
 
 

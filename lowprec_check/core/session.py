@@ -116,6 +116,8 @@ class Session(Generic[AnyOptions]):
     on_progress: OnProgress | None
     grow_seconds: float = math.inf
     """Limit of what follows, if its runs have no limits of their own."""
+    load: Callable[[TargetSpec, Any], Any] | None = None
+    """Loads what is given to ``grow``; by default the source of the target."""
 
     def grow(self, grow: Grow[Item], kind: type[Item]) -> Iterator[Item]:
         """Load the target and yield what ``grow`` finds, in another process if there are any."""
@@ -123,7 +125,7 @@ class Session(Generic[AnyOptions]):
         check_isolation(self.isolation)
         best = best_isolation(can_spawn=True)
         if (self.isolation or best) == "none":
-            source = _load(self.spec, self.options)
+            source = self.loaded()
             source.on_progress = self.on_progress or source.on_progress
             yield from grow(source, self.isolation, self.options)
             return
@@ -141,6 +143,10 @@ class Session(Generic[AnyOptions]):
                 yield msgspec.msgpack.decode(item, type=kind)
         finally:
             os.close(log)
+
+    def loaded(self) -> Any:
+        """What is given to ``grow``; raises :class:`UsageError` for what the user can fix."""
+        return (self.load or _load)(self.spec, self.options)
 
     def _watch(self, worker: FunctionWorker[_Message], log: int) -> Iterator[msgspec.Raw]:
         step, stage = (self.spec.name, _IMPORTING), _IMPORTING
@@ -225,7 +231,7 @@ def _work(session: Session[Any], log: int, grow: Grow[Any], send_bytes: SendByte
         note_model(log, _packages_named_by(session.spec.name))
         with _logged_ends(log):
             send(_Progressed(session.spec.name, "loading"))
-            source = _load(session.spec, session.options)
+            source = session.loaded()
         send(Loaded())
         source.on_progress = lambda run, doing: send(_Progressed(run, doing))
         for item in grow(source, session.isolation, session.options):

@@ -260,43 +260,50 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     """Return ``value`` with each tensor replaced by ``function(tensor)``, in new equal containers.
     An object that cannot be copied, since its own methods fail, stays if it holds no tensor.
     """
+    return _mapped(value, function, {})
+
+
+def _mapped(value: Any, function: Callable[[torch.Tensor], Any], objects: dict[int, Any]) -> Any:
+    """The same; ``objects`` has what the user's objects became that it is inside of."""
     kind: Any = type(value)
     if issubclass(kind, torch.Tensor):
         return function(value)
     if issubclass(kind, Mapping):
-        content = {key: map_tensors(item, function) for key, item in _pairs(value)}
-        if kind is dict:
-            return content
-
-        def refilled() -> Any:
-            mapping = copy.copy(value)
-            try:
-                for key, item in content.items():
-                    mapping[key] = item
-            except TypeError:
-                return content  # a read-only mapping
-            return mapping
-
-        return _made(value, refilled)
+        return _mapped_mapping(value, function, objects)
     if issubclass(kind, (list, tuple)):
-        mapped = [map_tensors(item, function) for item in _elements(value)]
+        mapped = [_mapped(item, function, objects) for item in _elements(value)]
         return _made(value, lambda: kind(*mapped) if hasattr(kind, "_fields") else kind(mapped))
+    if id(value) in objects:
+        return objects[id(value)]
     if dataclasses.is_dataclass(kind) or _is_user_object(value):
-        # Not the user's objects inside it, which may refer back to this one.
-        changed = [
-            (name, map_tensors(item, function))
-            for name, item in _children(value)
-            if dataclasses.is_dataclass(item) or not _is_user_object(item)
-        ]
 
         def with_attributes() -> Any:
-            clone = copy.copy(value)
-            for name, item in changed:
-                object.__setattr__(clone, name, item)
+            clone = objects[id(value)] = copy.copy(value)
+            for name, item in _children(value):
+                # Of the objects inside it those that hold tensors, such as the caches of a decoder
+                if dataclasses.is_dataclass(item) or not _is_user_object(item) or next(leaves(item), None) is not None:
+                    object.__setattr__(clone, name, _mapped(item, function, objects))
             return clone
 
         return _made(value, with_attributes)
     return value
+
+
+def _mapped_mapping(value: Any, function: Callable[[torch.Tensor], Any], objects: dict[int, Any]) -> Any:
+    content = {key: _mapped(item, function, objects) for key, item in _pairs(value)}
+    if type(value) is dict:
+        return content
+
+    def refilled() -> Any:
+        mapping = copy.copy(value)
+        try:
+            for key, item in content.items():
+                mapping[key] = item
+        except TypeError:
+            return content  # a read-only mapping
+        return mapping
+
+    return _made(value, refilled)
 
 
 def _made(value: Any, make: Callable[[], Any]) -> Any:

@@ -114,10 +114,17 @@ def import_name(name: str, names: Definitions) -> UserModule:
     return _imported(name, name, lambda: importlib.import_module(name), defined=defined)
 
 
-def run_script(path: Path, package: str | None = None, steps: int = 0, observer: Observer | None = None) -> UserModule:
+def run_script(
+    path: Path,
+    package: str | None = None,
+    steps: int = 0,
+    observer: Observer | None = None,
+    run: Callable[[Callable[[], object]], Ran] | None = None,
+) -> UserModule:
     """Run the file as a script, up to where :func:`import_file` or the ``observer`` leaves it.
 
-    ``package`` is what its relative imports refer to, as in ``python -m package.script``.
+    ``package`` is what its relative imports refer to, as in ``python -m package.script``; ``run``
+    runs its code in another way.
     """
     module = types.ModuleType("__main__")
     module.__file__, module.__package__ = os.path.abspath(path), package or None
@@ -129,6 +136,8 @@ def run_script(path: Path, package: str | None = None, steps: int = 0, observer:
 
     work = functools.partial(call_user_code, f"Running {path}", execute)
     try:
+        if run is not None:
+            return UserModule(module, run(work))
         if observer is not None:
             return UserModule(module, run_to_first_call(work, observer))
         return UserModule(module, run_user_code(work, path.name, steps))

@@ -290,3 +290,26 @@ def test_a_file_with_an_attribute_as_that_of_e3nn(here: Path, write: Write, call
     assert done.returncode in (0, 1), done.stderr
     assert "internal" not in done.stderr
     assert "Traceback" not in done.stderr
+
+
+class Layer:
+    def __init__(self, size: int) -> None:
+        self.keys = torch.ones(size)
+
+
+class Cache:
+    """An object of the user's that holds others, one of which refers back to it."""
+
+    def __init__(self) -> None:
+        self.layers = [Layer(2), Layer(3)]
+        self.cross, self.name = Layer(4), "cache"
+        self.cross.owner = self  # type: ignore[attr-defined]
+
+
+def test_tensors_in_objects_inside_objects_are_replaced() -> None:
+    cache = Cache()
+    halved = map_tensors({"past": cache}, lambda tensor: tensor.half())["past"]
+    assert [tensor.dtype for _, tensor in leaves(halved)] == [torch.float16] * 3
+    assert [tensor.dtype for _, tensor in leaves(cache)] == [torch.float32] * 3
+    assert halved.cross.owner is halved
+    assert cache.cross.owner is cache  # type: ignore[attr-defined]

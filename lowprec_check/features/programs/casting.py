@@ -1,0 +1,101 @@
+"""Runs a program with its models in other precisions, and compares each call with fp32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowprec_check.engine.model.prepared import Application, application_of
+from lowprec_check.features.programs.choices import Choice, Choices
+from lowprec_check.features.programs.program_scan import CallError
+from lowprec_check.features.programs.watching import Watcher
+from lowprec_check.process import system
+from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.torchkit.devices import synchronize
+from lowprec_check.torchkit.floating_dtypes import NARROW
+from lowprec_check.torchkit.output_comparison import compare_outputs
+from lowprec_check.torchkit.pytree import leaves, map_tensors
+
+MOST_ELEMENTS = 1 << 20
+"""Of an output that are compared: of a larger one so many, evenly spaced."""
+
+
+class Casting(Watcher):
+    """Casts each model where it is called first, and its inputs and outputs at every call."""
+
+    def __init__(self, choices: Choices, methods: Iterable[tuple[str, str]], outputs: Path) -> None:
+        """``methods`` count as calls; ``outputs`` has those of fp32, or will have them."""
+        super().__init__()
+        self.on_progress: Any = None
+        self.errors: list[CallError] = []
+        self.problem = ""
+        """The exception that ended the program."""
+        self.seconds = 0.0
+        """In calls of models, without their casts of weights."""
+        self._choices, self._methods, self._outputs = choices, set(methods), outputs
+        self._saves = not choices
+        self._applied: dict[str, Application] = {}
+        self._counts: dict[str, int] = {}
+
+    def counts(self, module: nn.Module, method: str) -> bool | None:
+        """Whether a method was found to count."""
+        return (self.key_of(module, keep=False), method) in self._methods
+
+    def note(self, module: nn.Module, method: str, args: Any, kwargs: Any, line: str | None) -> None:
+        """Nothing is kept."""
+
+    def computed(self, module: nn.Module, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
+        """The result of a call in the precision of the model, in the dtypes that it has in fp32."""
+        key = self.key_of(module)
+        with self._lock:
+            number = self._counts[key] = self._counts.get(key, 0) + 1
+        choice, device = self._choices.get(key), next(module.parameters()).device
+        application = None
+        if choice is not None and choice.precision != "fp32":
+            application = self._application(key, choice, module)
+        synchronize(device)
+        start = system.monotonic()
+        if application is None:
+            output = call(module, *args, **kwargs)
+        else:
+            args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to(application.dtype_of_input(tensor)))
+            with application.context(device.type):
+                output = call(module, *args, **kwargs)
+            output = map_tensors(output, lambda tensor: tensor.float() if tensor.dtype in NARROW else tensor)
+        synchronize(device)
+        self.seconds += system.monotonic() - start
+        self._compare(key, number, [_sample(tensor) for _, tensor in leaves(output)])
+        return output
+
+    def _application(self, key: str, choice: Choice, module: nn.Module) -> Application:
+        if key not in self._applied:
+            application = application_of(PRECISIONS.get(choice.precision))
+            application.keep_fp32_inputs = tuple(choice.keep_fp32_inputs)
+            with torch.no_grad():
+                application.apply(module, next(module.parameters()).device.type, choice.keep_fp32)
+            self._applied[key] = application
+        return self._applied[key]
+
+    def _compare(self, key: str, number: int, output: list[Tensor]) -> None:
+        file = self._outputs / f"{key}-{number}.pt"
+        if self._saves:
+            torch.save(output, file)
+            return
+        if not file.exists():
+            self.errors.append(CallError(key, number, math.inf, note="fp32 makes no such call"))
+            return
+        compared = compare_outputs(output, torch.load(file))
+        self.errors.append(CallError(key, number, compared.distance, compared.nonfinite, compared.note or ""))
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """A copy on the CPU, of evenly spaced elements if there are many."""
+    tensor = tensor.detach()
+    if tensor.numel() > MOST_ELEMENTS:
+        tensor = tensor.reshape(-1)[:: -(-tensor.numel() // MOST_ELEMENTS)]
+    return tensor.cpu().clone()

@@ -1,0 +1,81 @@
+"""``lowprec-check program``: every model that a script calls, on the calls that it makes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lowprec_check.cli.app import (
+    FINDINGS,
+    app,
+    check_writable,
+    interrupts_ignored_after,
+    last_before_end,
+    print_text,
+    stdout_kept,
+)
+from lowprec_check.cli.options import (
+    Isolation,
+    Quiet,
+    Target,
+    WithScriptArguments,
+    grouped,
+    script_arguments,
+    takes_options,
+)
+from lowprec_check.cli.progress import progress
+from lowprec_check.cli.report import Reports
+from lowprec_check.errors import UsageError
+from lowprec_check.features.programs.program_options import ProgramOptions, check_fits
+from lowprec_check.report.registry import ReportFormat, format_of
+from lowprec_check.schema.base import write_file
+from lowprec_check.schema.options import OUTPUT
+
+
+@app.command(cls=WithScriptArguments)
+@takes_options
+def program(
+    *,
+    context: typer.Context,
+    target: Target,
+    options: ProgramOptions,
+    json: Annotated[
+        Path | None, grouped(OUTPUT, "--json", metavar="FILE", help="Save the full result as JSON.")
+    ] = None,
+    report: Reports = None,
+    isolation: Isolation = None,
+    quiet: Quiet = False,
+) -> None:
+    """Run a script to its end and scan every model that it calls. Then run it again with each model
+    in the recommended precision, and compare what they return with fp32.
+    """
+    check_fits(options)
+    check_writable(json, "--json")
+    for file in report or []:
+        check_writable(file, "--report")
+        if type(format_of(file)).lay_out is ReportFormat.lay_out:
+            raise UsageError(f"{file}: a program has no report in this format.", "Give .html, .md or .txt.")
+    with stdout_kept(), progress(quiet) as display:
+        from lowprec_check.engine.model.target_spec import TargetSpec
+        from lowprec_check.features.programs.program_file import scan_program_file
+
+        spec = TargetSpec(target, arguments=script_arguments(context))
+        result, ended_by = last_before_end(scan_program_file(spec, options, isolation, display.step))
+    from lowprec_check.features.programs.program_document import program_document
+
+    document = program_document(result)
+    try:
+        print_text(document)
+        sys.stdout.flush()
+    finally:  # standard output may be full or closed, or Ctrl+C be pressed in a pager
+        with interrupts_ignored_after(ended_by):
+            if json is not None:
+                result.save(json)
+            for file in report or []:
+                write_file(file, format_of(file).lay_out(document))
+    if ended_by is not None:
+        raise ended_by
+    raise typer.Exit(FINDINGS if result.fails else 0)

@@ -1,0 +1,218 @@
+"""The models that a program was seen to call, and a scan of each on the calls that were kept."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+from torch import nn
+
+from lowprec_check.analysis.conclusion import conclude
+from lowprec_check.core.machine import version
+from lowprec_check.core.scan import ScanArguments, growing_scan
+from lowprec_check.engine.model.inputs import bind
+from lowprec_check.engine.model.target import Target, check, forward_of, unchecked_target
+from lowprec_check.engine.model.target_source import TargetSource
+from lowprec_check.engine.model.target_spec import OnProgress
+from lowprec_check.errors import UsageError, message_of
+from lowprec_check.features.programs.kept_calls import CallsOfModel, KeptCall
+from lowprec_check.features.programs.program_options import check_fits
+from lowprec_check.features.programs.program_scan import ProgramScan, ScannedModel
+from lowprec_check.features.programs.watching import Watcher
+from lowprec_check.process import Isolation
+from lowprec_check.schema.options import ScanOptions
+from lowprec_check.torchkit.source_location import is_own_file
+
+_DEPTH = 4
+"""Attributes between a variable and a model: ``app.pipe.vae`` has two."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramModel:
+    """A model that the program calls, or a method of one."""
+
+    name: str
+    """As the program reaches it from one of its variables, ``pipe.vae.decode``, else its class."""
+    module: nn.Module
+    method: str
+    """Empty if the module itself is called."""
+    calls: int
+    kept: tuple[KeptCall, ...]
+    """Those that a scan makes again."""
+    key: str
+    """Its class, and which of this class it is."""
+
+    def target(self) -> Target:
+        """What is scanned: the module on the kept calls, each a batch."""
+        model = self.module
+        if self.method:
+            model = _with_forward(model, self.method)
+        inputs = [_inputs_of(model, call) for call in self.kept]
+        line = self.kept[0].line
+        target = unchecked_target(
+            model,
+            inputs[0],
+            name=self.name,
+            source=line,
+            taken=f"called at {line}" if line else "",
+            setup=(f"# `model` is {self.name}, `inputs` what it is called with at {line}",),
+            make_batch=inputs.__getitem__,
+        )
+        return check(target)
+
+
+class Program:
+    """What was seen of a program: :func:`watch` gives it."""
+
+    def __init__(self, name: str = "program") -> None:
+        self.name = name
+        self.notes: tuple[str, ...] = ()
+        """What its reader needs to know, such as why it did not run to its end."""
+        self.on_progress: OnProgress | None = None
+        self._watcher = Watcher()
+        self._names: dict[int, str] = {}
+
+    @contextlib.contextmanager
+    def watching(self, variables: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
+        """Inside, calls are seen; ``variables`` are those of the program, read at the end."""
+        with self._watcher.watching():
+            yield
+        self._names = names_of_modules(variables())
+
+    @property
+    def models(self) -> tuple[ProgramModel, ...]:
+        """The models, in the order of their first calls."""
+        return tuple(self._model(key, calls) for (key, _), calls in self._watcher.models.items())
+
+    def _model(self, key: str, calls: CallsOfModel) -> ProgramModel:
+        module, method = calls.module, calls.method
+        name = self._names.get(id(module), type(module).__name__)
+        if method:
+            name = f"{name}.{method}"
+        return ProgramModel(name, module, method, calls.count, tuple(calls.kept()), key)
+
+    def scan(self, **options: Any) -> ProgramScan:
+        """Scan each model on its kept calls, with the options of :func:`lowprec_check.scan`.
+
+        Times and further inputs are off by default.
+
+        Raises:
+            UsageError: no model was called, or an option is not valid.
+        """
+        given = ScanArguments(**{"times": "off", "further_inputs": 0, **options})
+        check_fits(given)
+        self.on_progress = given.on_progress
+        *_, result = self.growing_scan(given, given.isolation)
+        return result
+
+    def growing_scan(self, options: ScanOptions, isolation: Isolation | None = None) -> Iterator[ProgramScan]:
+        """Yield the result after each model."""
+        models = self.models
+        if not models:
+            problem = "No model was called: no torch.nn.Module with parameters."
+            raise UsageError(problem, "Call the models of the program while it is watched.")
+        result = ProgramScan(
+            tool=f"lowprec-check {version()}",
+            target=self.name,
+            models=[
+                ScannedModel(
+                    name=model.name,
+                    kind=type(model.module).__name__,
+                    calls=model.calls,
+                    kept=[call.number for call in model.kept],
+                    key=model.key,
+                    method=model.method,
+                )
+                for model in models
+            ],
+            notes=list(self.notes),
+            complete=False,
+        )
+        for index, model in enumerate(models):
+            scanned = result.models[index]
+            try:
+                source = TargetSource(model.target(), name=model.name)
+                if self.on_progress is not None:
+                    source.on_progress = functools.partial(_progress_of, self.on_progress, model.name)
+                of_model = dataclasses.replace(options, batches=len(model.kept))
+                *_, scan = growing_scan(source, isolation, of_model)
+                scanned = msgspec.structs.replace(scanned, scan=conclude(scan))
+            except UsageError as error:
+                scanned = msgspec.structs.replace(scanned, problem=message_of(error))
+            listed = [scanned if place == index else other for place, other in enumerate(result.models)]
+            result = msgspec.structs.replace(result, models=listed, complete=index == len(models) - 1)
+            yield result
+
+
+@contextlib.contextmanager
+def watch() -> Iterator[Program]:
+    """Inside, every model that the program calls is seen, and a few of its calls are kept.
+
+    >>> with lowprec_check.watch() as program:  # doctest: +SKIP
+    ...     image = pipe("a cat")
+    >>> program.scan()  # doctest: +SKIP
+    """
+    program, frame = Program(), sys._getframe(2)
+    # In a function, its variables and those of its module; contextlib's frame lies between
+    while frame.f_back is not None and not is_own_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    with program.watching(lambda: {**frame.f_globals, **frame.f_locals}):
+        yield program
+
+
+def names_of_modules(variables: Mapping[str, Any]) -> dict[int, str]:
+    """By the id of a module, the shortest way to it from a variable: ``pipe.vae``, ``nets[0]``."""
+    names: dict[int, str] = {}
+    seen: set[int] = set()
+    level = [(name, value) for name, value in variables.items() if not name.startswith("_")]
+    for _ in range(_DEPTH):
+        below: list[tuple[str, Any]] = []
+        for name, value in level:
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            if isinstance(value, nn.Module):
+                for path, module in value.named_modules():
+                    names.setdefault(id(module), f"{name}.{path}" if path else name)
+            else:
+                below += _parts_of(name, value)
+        level = below
+    return names
+
+
+def _parts_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The parts of a container or object in which modules may be, with the code that reads them."""
+    if isinstance(value, dict):
+        yield from ((f"{name}[{key!r}]", part) for key, part in list(value.items()) if isinstance(key, (str, int)))
+    elif isinstance(value, (list, tuple)):
+        yield from ((f"{name}[{number}]", part) for number, part in enumerate(value))
+    elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, type):
+        is_package = type(value).__module__ == "builtins"  # modules, functions
+        if not is_package:
+            yield from ((f"{name}.{key}", part) for key, part in list(vars(value).items()))
+
+
+def _with_forward(module: nn.Module, method: str) -> nn.Module:
+    """A module with the parts of ``module``, whose ``forward`` is its ``method``."""
+    kind = type(module)
+    function = getattr(kind, method)
+    other = copy.copy(module)
+    other.__class__ = type(kind.__name__, (kind,), {"forward": function, "__module__": kind.__module__})
+    return other
+
+
+def _inputs_of(model: nn.Module, call: KeptCall) -> Any:
+    """What the model is called with, in a form in which inputs can be given."""
+    if call.args and call.kwargs:
+        return bind(forward_of(model), call.args, call.kwargs)
+    return call.args or call.kwargs
+
+
+def _progress_of(on_progress: Callable[[str, str], None], name: str, run: str, doing: str) -> None:
+    on_progress(f"{name} · {run}", doing)

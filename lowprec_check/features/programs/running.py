@@ -1,0 +1,79 @@
+"""Runs a script to its end, as ``python script.py`` does, with the user's files as they are."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowprec_check.engine.model.kept_files import KeptFiles
+from lowprec_check.engine.model.outside_effects import OutsideEffects
+from lowprec_check.engine.model.target_spec import TargetSpec
+from lowprec_check.engine.model.torchvision_ops import torchvision_works
+from lowprec_check.engine.model.user_module import run_script
+from lowprec_check.engine.model.user_script import Ran
+from lowprec_check.engine.model.user_surroundings import exit_handlers_of_the_user
+from lowprec_check.errors import UsageError
+from lowprec_check.torchkit.devices import seed_everything
+
+Watching = Callable[[Callable[[], Mapping[str, Any]]], contextlib.AbstractContextManager[None]]
+"""Entered around the script, with what returns its variables."""
+
+
+def run_to_end(
+    spec: TargetSpec, seed: int, watching: Watching, *, seconds: float, threads: int | None = None
+) -> tuple[str, ...]:
+    """Run the script of ``spec``, for so many ``seconds`` at most; returns notes.
+
+    With ``threads``, torch computes with so many: one leaves no pool, which a fork would lack.
+    Raises :class:`UsageError` if it is no script, or fails.
+    """
+    path = Path(spec.name)
+    if path.suffix != ".py" or not path.is_file():
+        raise UsageError(f"{spec.name} is not a script.", "Pass the path of a Python file that calls its models.")
+    argv, folders, before = sys.argv, list(sys.path), torch.get_num_threads()
+    sys.argv = [spec.name, *spec.arguments]
+    sys.path.insert(0, str(path.resolve().parent))
+    seed_everything(seed)
+    try:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        with contextlib.redirect_stdout(sys.stderr), torchvision_works():
+            return run_script(path, run=lambda work: _run(work, watching, seconds)).ran.notes
+    finally:
+        torch.set_num_threads(before)
+        sys.argv, sys.path[:] = argv, folders
+
+
+class _OverdueError(BaseException):
+    """Ends a program that runs too long."""
+
+
+def _run(work: Callable[[], object], watching: Watching, seconds: float) -> Ran:
+    """Run ``work`` to its end: ``exit()`` is one, and so are so many ``seconds``."""
+    variables, effects = vars(sys.modules["__main__"]), OutsideEffects()
+    over: tuple[str, ...] = ()
+
+    def end(_number: int, _frame: object) -> None:
+        raise _OverdueError
+
+    handler = signal.signal(signal.SIGALRM, end)
+    with exit_handlers_of_the_user(), KeptFiles() as files, effects.watched(), watching(lambda: variables):
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            work()
+        except UsageError as error:
+            ended = error.__context__
+            if isinstance(ended, _OverdueError):
+                over = (f"the program was stopped after {seconds:g} s (--budget), with the calls up to there",)
+            elif not (isinstance(ended, SystemExit) and ended.code in (None, 0)):
+                raise
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, handler)
+    return Ran(None, (*over, *files.notes, *effects.notes))

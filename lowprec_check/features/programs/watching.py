@@ -1,0 +1,210 @@
+"""Sees what a program calls that no other model does: modules, methods such as ``vae.decode``.
+
+Of a method in which its module is itself called, as ``generate``, the calls inside count, each by
+itself; of another, as ``decode``, the method does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowprec_check.engine.model.kept_files import replaced
+from lowprec_check.engine.model.model_making import made_by_constructor, part_of_making
+from lowprec_check.features.programs.kept_calls import CallsOfModel, copied
+from lowprec_check.torchkit.source_location import is_own_file, own_line
+
+
+class Watcher:
+    """The models that were called, in the order of their first calls."""
+
+    def __init__(self) -> None:
+        self.models: dict[tuple[str, str], CallsOfModel] = {}
+        """By the module and the method; ``""`` for the module itself."""
+        self._threads, self._lock = threading.local(), threading.RLock()
+        self._keys: dict[int, tuple[nn.Module, str]] = {}
+        """Of a module, by its id, what names it in every run of the program."""
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, calls are seen."""
+        torch_call = nn.Module.__call__
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return torch_call(module, *args, **kwargs)
+            return self._call(module, args, kwargs, torch_call)
+
+        with _public_methods(self._method), replaced(nn.Module, "__call__", call):
+            yield
+
+    def key_of(self, module: nn.Module, *, keep: bool = True) -> str:
+        """``UNet#1`` for the second model of this class that is called; ``keep`` if it is."""
+        with self._lock:
+            if id(module) in self._keys:
+                return self._keys[id(module)][1]
+            kind = type(module).__qualname__
+            key = f"{kind}#{sum(type(other).__qualname__ == kind for other, _ in self._keys.values())}"
+            if keep:
+                self._keys[id(module)] = module, key
+            return key
+
+    def note(self, module: nn.Module, method: str, args: Any, kwargs: Any, line: str | None) -> None:
+        """A call that counts is about to be made, or was made."""
+        with self._lock:
+            key = self.key_of(module), method
+            if key not in self.models:
+                self.models[key] = CallsOfModel(module, method)
+            self.models[key].note(args, kwargs, line)
+
+    def computed(self, module: nn.Module, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
+        """The result of a call of a module."""
+        return call(module, *args, **kwargs)
+
+    def counts(self, module: nn.Module, method: str) -> bool | None:
+        """Whether a method counts as a call of its model; ``None``: if it does not call itself."""
+        return None
+
+    def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
+        """The result of ``call(module, *args, **kwargs)``; noted unless another model makes it."""
+        if self._is_inside or not is_model(module):
+            return call(module, *args, **kwargs)
+        frame, method = sys._getframe(2), self._outer
+        line = own_line(frame)
+        if id(module) not in self._keys and _is_tried(module, frame):
+            with self._inside():
+                return call(module, *args, **kwargs)
+        if method is None or method.calls_itself:
+            self.note(module, "", args, kwargs, line)
+        elif module is method.module:
+            method.calls_itself = True
+            for note in method.waiting:
+                note()
+            self.note(module, "", args, kwargs, line)
+        else:
+            method.waiting.append(functools.partial(self.note, module, "", *copied((args, kwargs)), line))
+        with self._inside():
+            return self.computed(module, args, kwargs, call)
+
+    def _method(
+        self, function: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The result of a call of a method; noted if no other model makes it, and it calls some."""
+        if self._is_inside or self._outer is not None or not is_model(module):
+            return function(module, *args, **kwargs)
+        line, counts = own_line(sys._getframe(2)), self.counts(module, function.__name__)
+        if counts:
+            self.note(module, function.__name__, args, kwargs, line)
+            with self._inside():
+                return self.computed(module, args, kwargs, function)
+        given = copied((args, kwargs)) if counts is None else None
+        method = self._threads.method = _Method(module, calls_itself=counts is False)
+        try:
+            return function(module, *args, **kwargs)
+        finally:
+            self._threads.method = None
+            if given is not None and method.waiting and not method.calls_itself:
+                self.note(module, function.__name__, *given, line)
+
+    @property
+    def _is_inside(self) -> bool:
+        """Whether this thread is in a call of a module that no other makes."""
+        return getattr(self._threads, "is_inside", False)
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        self._threads.is_inside = True
+        try:
+            yield
+        finally:
+            self._threads.is_inside = False
+
+    @property
+    def _outer(self) -> _Method | None:
+        """The outermost method that this thread is in."""
+        return getattr(self._threads, "method", None)
+
+
+class _Method:
+    """A method of a model while it runs."""
+
+    def __init__(self, module: nn.Module, *, calls_itself: bool) -> None:
+        self.module, self.calls_itself = module, calls_itself
+        self.waiting: list[Callable[[], None]] = []
+        """Notes the calls of other modules, which count only if it calls itself."""
+
+
+def is_model(module: Any) -> bool:
+    """Whether it has parameters; not in its own constructor."""
+    is_made = isinstance(module, nn.Module) and "_modules" in vars(module)
+    return is_made and next(module.parameters(), None) is not None
+
+
+def _is_tried(module: nn.Module, frame: FrameType) -> bool:
+    """Whether a constructor, or a library that makes models, tries a part of one for its shape."""
+    if made_by_constructor(frame):
+        return True
+    return not is_own_file(frame.f_code.co_filename) and part_of_making(module, frame) is not None
+
+
+@contextlib.contextmanager
+def _public_methods(call: Callable[..., Any]) -> Iterator[None]:
+    """Inside, the public methods of classes of models come by ``call``, with their arguments.
+
+    Those of torch do not, nor does ``forward``: their modules are called.
+    """
+    watched: dict[type, list[tuple[str, FunctionType]]] = {}
+    make = nn.Module.__init__
+
+    def watch(kind: type) -> None:
+        for owner in kind.__mro__:
+            if owner in watched or owner is object or owner.__module__.partition(".")[0] == "torch":
+                continue
+            methods = [(name, value) for name, value in vars(owner).items() if _is_public_method(name, value)]
+            watched[owner] = methods
+            for name, function in methods:
+                setattr(owner, name, _watched(function, call))
+
+    def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        watch(type(module))
+        make(module, *args, **kwargs)
+
+    for kind in _subclasses(nn.Module):
+        watch(kind)
+    try:
+        with replaced(nn.Module, "__init__", init):
+            yield
+    finally:
+        for owner, methods in watched.items():
+            for name, function in methods:
+                # The program may have replaced it too
+                if getattr(vars(owner).get(name), "__wrapped__", None) is function:
+                    setattr(owner, name, function)
+
+
+def _is_public_method(name: str, value: Any) -> bool:
+    is_function = type(value) is FunctionType and value.__code__.co_argcount > 0
+    return is_function and not name.startswith("_") and name != "forward" and not hasattr(nn.Module, name)
+
+
+def _subclasses(kind: type) -> set[type]:
+    below: list[type] = kind.__subclasses__()
+    return set(below).union(*map(_subclasses, below))
+
+
+def _watched(function: FunctionType, call: Callable[..., Any]) -> Any:
+    @functools.wraps(function)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        if not args or torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        return call(function, args[0], args[1:], kwargs)
+
+    return method

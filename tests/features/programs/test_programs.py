@@ -1,0 +1,299 @@
+"""Programs: which models they call, what of each is kept and scanned, and the program with them in 16 bits."""
+
+from __future__ import annotations
+
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowprec_check import UsageError, watch
+from lowprec_check.engine.model.target_spec import TargetSpec
+from lowprec_check.features.programs.choices import RECOMMENDED
+from lowprec_check.features.programs.kept_calls import MOST, CallsOfModel
+from lowprec_check.features.programs.program_document import program_document
+from lowprec_check.features.programs.program_file import scan_program_file
+from lowprec_check.features.programs.program_scan import ProgramScan
+from lowprec_check.report.layout.text import text
+from lowprec_check.schema.options import ScanOptions
+
+QUICK = {"times": "off", "further_inputs": 0, "isolation": "none", "precisions": "half,bfloat16"}
+
+PARTS = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+
+class Text(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.last = nn.Embedding(50, 16), nn.Linear(16, 16)
+    def forward(self, ids):
+        return self.last(self.table(ids)).mean(1)
+
+class Unet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 16)
+    def forward(self, x, step, cond=None):
+        return self.last(torch.relu(self.first(x + cond)))
+
+class Vae(nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.last, self.scale = nn.Linear(16, 16), scale
+    def decode(self, z):
+        h = self.last(z) * self.scale
+        return h / (h * h).mean().sqrt()
+
+class Pipe:
+    def __init__(self, scale=1.0, at_step=-1):
+        self.text, self.unet, self.vae = Text().eval(), Unet().eval(), Vae(scale).eval()
+        self.at_step = at_step
+    @torch.no_grad()
+    def __call__(self, ids):
+        cond, x = self.text(ids), torch.randn(2, 16)
+        for step in range(8):
+            large = 1e5 if step == self.at_step else 1.0
+            x = x - 0.1 * self.unet(x * large, step, cond=cond) / large
+        return self.vae.decode(x)
+"""
+
+
+def pipe_of(**settings: Any) -> Any:
+    """A pipeline of three models."""
+    space: dict[str, Any] = {"__name__": "parts"}
+    exec(PARTS, space)
+    return space["Pipe"](**settings)
+
+
+IDS = torch.arange(14).reshape(2, 7)
+
+
+def test_the_outermost_calls_of_models_are_seen() -> None:
+    pipe = pipe_of()
+    torch.manual_seed(1)
+    before = pipe(IDS)
+    torch.manual_seed(1)
+    with watch() as program:
+        output = pipe(IDS)
+    assert torch.equal(output, before)
+    seen = [(model.name, model.method, model.calls) for model in program.models]
+    assert seen == [("pipe.text", "", 1), ("pipe.unet", "", 8), ("pipe.vae.decode", "decode", 1)]
+    text_call = program.models[0].kept[0]
+    assert torch.equal(text_call.args[0], IDS)
+    assert program.models[1].kept[0].kwargs["cond"].shape == (2, 16)
+    assert program.models[1].kept[0].number == 1
+    # Nothing of the program is changed
+    assert "decode" in vars(type(pipe.vae))
+    assert not hasattr(type(pipe.vae).decode, "__wrapped__")
+    assert nn.Module.__call__ is nn.Module.__dict__["__call__"]
+
+
+class Decoder(nn.Module):
+    """Generates by calling itself, and its encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.table, self.last = nn.Linear(4, 8), nn.Embedding(20, 8), nn.Linear(8, 20)
+
+    def forward(self, ids: Tensor, encoded: Tensor) -> Tensor:
+        output: Tensor = self.last(self.table(ids) + encoded)
+        return output
+
+    def generate(self, features: Tensor, steps: int = 5) -> Tensor:
+        """Some tokens."""
+        encoded, ids = self.encoder(features), torch.zeros(1, 1, dtype=torch.long)
+        for _ in range(steps):
+            ids = torch.cat([ids, self(ids, encoded)[:, -1:].argmax(-1)], 1)
+        return ids
+
+
+@torch.no_grad()
+def test_calls_in_a_method_that_calls_its_own_model_count() -> None:
+    decoder = Decoder().eval()
+    with watch() as program:
+        decoder.generate(torch.randn(1, 1, 4))
+        decoder.generate(torch.randn(1, 1, 4))
+    assert [(model.name, model.calls) for model in program.models] == [("decoder.encoder", 2), ("decoder", 10)]
+    shapes = [call.args[0].shape[1] for call in program.models[1].kept]
+    assert shapes[0] == 1
+    assert 4 in shapes
+
+
+def test_a_model_in_another_thread_is_seen() -> None:
+    models = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    with watch() as program:
+        thread = threading.Thread(target=lambda: models[1](torch.ones(2, 4)))
+        thread.start()
+        thread.join()
+        models[0](torch.ones(2, 4))
+    assert [(model.name, model.calls) for model in program.models] == [("models[1]", 1), ("models[0]", 1)]
+    assert [model.key for model in program.models] == ["Linear#0", "Linear#1"]
+
+
+def test_calls_that_differ_most_are_kept() -> None:
+    calls = CallsOfModel(nn.Linear(1, 1), "")
+    for number in range(1, 101):
+        size, scale = (7 if number == 31 else 2), (100.0 if number == 57 else 1.0)
+        calls.note((torch.full((size,), scale + number / 1000),), {}, None)
+    kept = [call.number for call in calls.kept()]
+    assert kept[0] == 1
+    assert kept[-1] == 100
+    assert {31, 57} <= set(kept)
+    assert len(kept) <= MOST
+
+
+def test_copies_are_kept_and_a_last_call_that_was_overwritten_is_not() -> None:
+    calls, values = CallsOfModel(nn.Linear(1, 1), ""), torch.ones(3)
+    calls.note((values,), {}, None)
+    values.mul_(0.5)
+    calls.note((values,), {}, None)
+    values.zero_()
+    (kept,) = calls.kept()
+    assert torch.equal(kept.args[0], torch.ones(3))
+
+
+def test_equal_calls_are_kept_once() -> None:
+    calls = CallsOfModel(nn.Linear(1, 1), "")
+    for _ in range(3):
+        calls.note((torch.ones(3),), {}, None)
+    assert [call.number for call in calls.kept()] == [1]
+    assert calls.count == 3
+
+
+def test_each_model_is_scanned_on_its_calls() -> None:
+    pipe = pipe_of(scale=3e4)
+    with watch() as program:
+        pipe(IDS)
+    result = program.scan(**QUICK)
+    assert result.complete
+    statuses = {
+        model.name: {run.precision: run.status for run in model.scan.runs} for model in result.models if model.scan
+    }
+    assert statuses["pipe.text"] == statuses["pipe.unet"] == {"fp32": "ok", "half": "ok", "bfloat16": "ok"}
+    assert statuses["pipe.vae.decode"] == {"fp32": "ok", "half": "inaccurate", "bfloat16": "ok"}
+    assert "pipe.vae.decode" in repr(result)
+    assert msgspec.json.decode(msgspec.json.encode(result), type=ProgramScan) == result
+
+
+def test_the_call_that_fails_is_named() -> None:
+    pipe = pipe_of(at_step=6)
+    with watch() as program:
+        pipe(IDS)
+    result = program.scan(**QUICK)
+    unet = next(model for model in result.models if model.name == "pipe.unet")
+    assert unet.scan is not None
+    half = next(run for run in unet.scan.runs if run.precision == "half")
+    assert half.status == "nonfinite"
+    assert half.failed_batch is not None
+    assert unet.kept[half.failed_batch] == 7
+
+
+def test_without_calls_there_is_nothing_to_scan() -> None:
+    with watch() as program:
+        torch.ones(2).sum()
+    with pytest.raises(UsageError, match="No model was called"):
+        program.scan()
+
+
+# -- Scripts that run to their end, and again with their models in other precisions
+
+
+def scanned(path: Path, **settings: Any) -> ProgramScan:
+    """The last result of a script."""
+    quick = {name: value for name, value in QUICK.items() if name != "isolation"}
+    *_, result = scan_program_file(TargetSpec(str(path)), ScanOptions(**{**quick, **settings}), "none")
+    return result
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Any:
+    """Writes a script after the parts."""
+
+    def written(body: str) -> Path:
+        path = tmp_path / "infer.py"
+        path.write_text(PARTS + textwrap.dedent(body))
+        return path
+
+    return written
+
+
+RUN = """
+    pipe = Pipe({settings})
+    if __name__ == "__main__":
+        image = pipe(torch.arange(14).reshape(2, 7))
+"""
+
+
+def test_the_program_runs_again_with_its_models_in_16_bits(script: Any) -> None:
+    result = scanned(script(RUN.format(settings="scale=3e4")))
+    assert [model.name for model in result.models] == ["pipe.text", "pipe.unet", "pipe.vae.decode"]
+    again, recommended, half = result.runs
+    assert again.name == "fp32 again"
+    assert {error.error for error in again.errors} == {0.0}
+    assert len(again.errors) == 10
+    assert recommended.name == RECOMMENDED
+    assert not any(error.nonfinite for error in recommended.errors)
+    assert recommended.errors[-1].error < 5e-2
+    # The image is black
+    first = next(error for error in half.errors if error.error > 1e-2)
+    assert (half.name, first.model, first.call, first.error) == ("half", "Vae#0", 1, 1.0)
+    shown = text(program_document(result))
+    assert "pipe.vae.decode, call 1: differs by 1.0e+00" in shown
+    # The same by hand
+    pipe = pipe_of(scale=3e4)
+    outputs = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        pipe = pipe_of(scale=3e4)
+        for model in (pipe.text, pipe.unet, pipe.vae):
+            model.to(dtype)
+        outputs.append(by_hand(pipe, dtype))
+    error = float((outputs[1] - outputs[0]).norm() / outputs[0].norm())
+    assert recommended.errors[-1].error == pytest.approx(error, rel=1e-3)
+
+
+@torch.no_grad()
+def by_hand(pipe: Any, dtype: torch.dtype) -> Tensor:
+    """The call of the pipeline with its models in ``dtype``, and all between them in fp32."""
+    cond, x = pipe.text(IDS).float(), torch.randn(2, 16)
+    for step in range(8):
+        x = x - 0.1 * pipe.unet(x.to(dtype), step, cond=cond.to(dtype)).float()
+    output: Tensor = pipe.vae.decode(x.to(dtype)).float()
+    return output
+
+
+def test_exit_is_an_end_and_an_exception_is_said(script: Any) -> None:
+    result = scanned(script(RUN.format(settings="") + "    import sys\n    sys.exit(0)\n"))
+    assert [model.calls for model in result.models] == [1, 8, 1]
+    with pytest.raises(UsageError, match="lost"):
+        scanned(script(RUN.format(settings="") + "    raise ValueError('lost')\n"))
+
+
+def test_a_program_that_does_not_end_is_stopped(script: Any) -> None:
+    body = """
+        pipe = Pipe()
+        while True:
+            pipe(torch.arange(14).reshape(2, 7))
+    """
+    result = scanned(script(body), budget=1.0, precisions="half")
+    assert any("stopped after 1 s" in note for note in result.notes)
+    assert [model.name for model in result.models] == ["pipe.text", "pipe.unet", "pipe.vae.decode"]
+
+
+def test_files_are_left_as_they_are(script: Any, tmp_path: Path) -> None:
+    kept = tmp_path / "image.txt"
+    kept.write_text("before")
+    path = script(
+        RUN.format(settings="")
+        + f"        with open({str(kept)!r}, 'w') as file:\n            file.write(str(image.sum()))\n"
+    )
+    scanned(path, precisions="half")
+    assert kept.read_text() == "before"
