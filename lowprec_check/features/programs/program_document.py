@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from lowprec_check.analysis.findings import groups
+from lowprec_check.analysis.headlines import headlines
 from lowprec_check.analysis.run_summary import candidates, label
 from lowprec_check.analysis.statements.advice import verdict
 from lowprec_check.features.programs.choices import RECOMMENDED
 from lowprec_check.features.programs.program_scan import ProgramRun, ProgramScan, ScannedModel
 from lowprec_check.report.blocks import Block, Column, Document, ErrorOf, Fold, Heading, Row, Say, Table
 from lowprec_check.report.runs_table import shown_status
-from lowprec_check.report.scan_document import findings_table, machine, scan_document
+from lowprec_check.report.scan_document import machine, scan_document
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import counted
@@ -38,7 +39,7 @@ def program_document(program: ProgramScan) -> Document:
     for model in program.models:
         if model.scan is not None:
             document = scan_document(model.scan)
-            blocks.append(Fold(f"{model.name} in full", [*document.advice, *document.blocks[1:]], detail="all"))
+            blocks.append(Fold(f"{model.name} in full", [*document.advice, *document.blocks], detail="all"))
     return Document(program.target, blocks, program.tool)
 
 
@@ -125,10 +126,12 @@ def _worst_call(model: ScannedModel, scan: ScanResult) -> str | None:
 
 
 def _findings(model: ScannedModel) -> Iterator[Block]:
-    """The findings about a model that make a run fail, the first of them on a terminal."""
+    """What makes runs of a model fail, in a line or two each."""
     if model.scan is None:
         return
-    listed = [group for group in groups(model.scan.diagnostics) if group.severity == "error"]
-    if listed:
+    found = groups(model.scan.diagnostics)
+    errors = [group for group in found if group.severity == "error"]
+    brief = headlines(errors, passes=model.scan.recommendation is not None)
+    if brief:
         yield Heading(f"Findings in {model.name}", anchor=f"findings-{model.name}")
-        yield findings_table(listed, SHOWN)
+        yield from (Say(each.text, role="item", lead=each.lead) for each in brief[:SHOWN])
