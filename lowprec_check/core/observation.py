@@ -11,6 +11,7 @@ from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.options import ScanOptions
+from lowprec_check.schema.scanned_model import IN_TRAINING_MODE
 
 if TYPE_CHECKING:
     from lowprec_check.engine.model.target_source import TargetSource
@@ -34,7 +35,6 @@ def observe_file(
 def _observed(source: TargetSource, _isolation: Isolation | None, _options: ScanOptions) -> Iterator[Observed]:
     from lowprec_check.engine.model.inputs import describe_inputs
     from lowprec_check.engine.model.observed_training import ScriptStep
-    from lowprec_check.engine.model.target import IN_TRAINING_MODE
     from lowprec_check.engine.model.training import describe_optimizer, make_optimizer
 
     target = source.target
