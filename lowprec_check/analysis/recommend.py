@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from lowprec_check.analysis.run_summary import (
     CLOSE,
@@ -21,13 +21,16 @@ from lowprec_check.analysis.run_summary import (
     saves_memory,
 )
 from lowprec_check.analysis.snippet import snippet
-from lowprec_check.analysis.speed import ALIKE, CLEAR, ONE_CORE, TOLD, Speed, is_faster, speed
+from lowprec_check.analysis.speed import ALIKE, ONE_CORE, TOLD, speed
 from lowprec_check.analysis.training_status import passing_ways
 from lowprec_check.schema.findings import Prefer, Recommendation, Worth
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER
 from lowprec_check.schema.scan_result import ModelInfo, Run, ScanResult
 
 SAME_MEMORY = 1.05  # peaks within this factor are the same: allocators differ, and processes vary a little
+APART = 1.15  # two runs are about as fast if their medians, or the safe ends of their intervals, are no further apart
+WIDEST = 4.0  # a ratio on neither side of 1 says nothing if its interval spans more than this factor
+VERY_SLOW = 0.1  # at most so fast is a run whose first call is so much slower than fp32's that it was its only one
 
 
 class Advisor(NamedTuple):
@@ -46,25 +49,24 @@ def recommend(
 ) -> Recommendation | None:
     """The best run that passed on every input that it was tried on; ``None`` if none did.
 
-    A time decides where it can be told, or by the safe end of its interval, so that noise never
-    wins:
+    What is known decides, one criterion after another. The width of an interval decides little (see
+    :func:`assumed_speed`): a busy machine changes what can be claimed, but not what is named.
 
     1. With ``prefer="memory"``, those with the smallest peak; with ``"accuracy"``, the one with the
-       smallest error.
-    2. Of these, none that is slower than another, by ratios to fp32 or in the same rounds, and none
-       whose safe end is far below that of another (:data:`~lowprec_check.analysis.speed.ALIKE`).
-    3. Of the rest, one below :data:`~lowprec_check.analysis.run_summary.CLOSE` on every input.
-    4. Then what depends least on times: the least set-up (eager, contiguous), less memory than
-       fp32, an accelerated dtype, not slower than fp32, the smallest error, the order of the scan.
+       smallest error; else, if any is told to be faster than fp32, none that is told to be slower.
+    2. Those below :data:`~lowprec_check.analysis.run_summary.CLOSE` on every input, unless they are
+       slower than fp32.
+    3. Those that gain most, by :func:`gain_rank`.
+    4. Those that are about as fast as the fastest, within :data:`APART`.
+    5. Those in a dtype that the device accelerates; then with the least memory, if that matters.
+    6. The simpler way: a cast, unless a cast of this model lacks kernels (other inputs may need
+       one), then autocast, then another memory format or backend; the smallest error; the order of
+       the scan.
 
     fp32 on another backend, or in another memory format, takes part if it is told to be faster than
     eager fp32, or if no lower precision was run; unless it is known to be faster or smaller, the
     advice is then to stay in eager fp32. If the output of no run could be compared, the best that
     ran; its reason says so.
-
-    If a cast of the whole model lacks kernels in any dtype, autocast is preferred for speed to
-    every such cast: it runs these ops in fp32, and other inputs may need a kernel that the other
-    dtype lacks.
 
     ``environment`` is that of the scan, with the torch of the runs. The reason is left empty:
     :func:`lowprec_check.analysis.statements.advice.basis` says it of the whole result.
@@ -151,8 +153,11 @@ def changes_nothing(run: Run) -> bool:
     return bool(ops) and not any(run.format.mark in dtypes for dtypes in ops)
 
 
+# -- The best of those that passed
+
+
 def best_of(
-    passed: list[Run],
+    passed: Sequence[Run],
     runs: Sequence[Run],
     environment: Mapping[str, Any],
     prefer: Prefer,
@@ -166,45 +171,98 @@ def best_of(
     elif prefer == "accuracy":
         least = min(map(error_of, passed))
         passed = [run for run in passed if error_of(run) <= least]
-    # other inputs may need a kernel that another dtype lacks too
-    elif any(missing_kernels(run) for run in runs if is_cast(run)):
-        passed = [run for run in passed if not is_cast(run)] or passed
-    # times narrow the choice, the rest decides
-    passed = fastest(passed, runs)
+    elif any(speed(run, runs).told == "faster" for run in passed):
+        passed = [run for run in passed if speed(run, runs).told != "slower"]
+    safe = [run for run in passed if part_of_tolerance(run) < CLOSE]
+    if safe and (all(loses_time(run, runs) for run in passed) or not all(loses_time(run, runs) for run in safe)):
+        passed = safe
+    ranks = [(run, gain_rank(run, runs)) for run in passed]
+    first = min(rank for _, rank in ranks)
+    passed = fastest([run for run, rank in ranks if rank == first], runs)
+    passed = [run for run in passed if is_accelerated(run, environment)] or passed
+    passed = smallest(passed, runs)
+    lacks_kernels = any(missing_kernels(run) for run in runs if is_cast(run))
 
-    def preference(run: Run) -> tuple[object, ...]:
-        return (
-            part_of_tolerance(run) >= CLOSE,
-            run.backend_check is not None and bool(run.backend_check.dtypes),
-            run.backend != EAGER,
-            run.memory_format != CONTIGUOUS,
-            not saves_memory(run, runs),
-            run.format is None or environment.get(f"{run.format.short}_accelerated") is not True,
-            speed(run, runs).told == "slower",
-            error_of(run),
-        )
+    def difficulty(run: Run) -> tuple[object, ...]:
+        is_unsafe = lacks_kernels and is_cast(run)
+        changes_dtypes = run.backend_check is not None and bool(run.backend_check.dtypes)
+        is_set_up = (run.backend != EAGER, run.memory_format != CONTIGUOUS)
+        return changes_dtypes, *is_set_up, bool(run.kept), is_unsafe, run.is_autocast, error_of(run)
 
-    return min(passed, key=preference)
+    return min(passed, key=difficulty)
+
+
+def gain_rank(run: Run, runs: Sequence[Run]) -> int:
+    """What a run is known to gain over fp32: 0, speed, or memory without a loss of speed; 1, memory
+    only; 2, nothing. 3: it takes more time or memory, and is not known to be faster.
+    """
+    if saves_memory(run, runs):
+        return 1 if loses_time(run, runs) else 0
+    against_fp32 = speed(run, runs)
+    # calls that are too short to be told may be known to be faster all the same
+    if against_fp32.low > 1 and (against_fp32.ratio or 0.0) >= TOLD:
+        return 0
+    costs = (memory_ratio(run, runs) or 1.0) >= SAME_MEMORY
+    return 3 if costs or loses_time(run, runs) else 2
+
+
+class AssumedSpeed(NamedTuple):
+    """What a choice rests on: times as fast as fp32, and the safe end of that."""
+
+    ratio: float
+    low: float
+    one_core: bool = False
+
+
+def assumed_speed(run: Run, runs: Sequence[Run]) -> AssumedSpeed:
+    """The speed of ``run`` for a choice; of one that is not known, that of fp32.
+
+    The median counts however wide its interval is, up to :data:`WIDEST`: on a busy machine the
+    intervals grow and the medians stay.
+    """
+    against_fp32 = speed(run, runs)
+    ratio, low, high = against_fp32.ratio, against_fp32.low, against_fp32.high
+    if ratio is not None and (against_fp32.told != "noisy" or high <= WIDEST * low):
+        rounds = run.latency.speedup if run.latency else None
+        return AssumedSpeed(ratio, low, rounds is not None and rounds.one_core)
+    if run.judged_by_one_call:
+        return AssumedSpeed(VERY_SLOW, VERY_SLOW)
+    # the end of the interval that is next to 1
+    ratio = min(max(1.0, low), high)
+    return AssumedSpeed(ratio, min(low, ratio) if against_fp32.ratio is not None else ratio)
+
+
+def loses_time(run: Run, runs: Sequence[Run]) -> bool:
+    """Whether ``run`` is clearly slower than fp32."""
+    return assumed_speed(run, runs).ratio <= 1 / ALIKE
 
 
 def fastest(passed: Sequence[Run], runs: Sequence[Run]) -> list[Run]:
-    """Those of ``passed`` that may be the fastest; all if none was timed."""
-    labels = {run.key.label for run in passed}
-    rivals = [run for run in passed if run.latency is None or labels.isdisjoint(run.latency.slower_than)] or passed
-    speeds = [(run, speed(run, runs)) for run in rivals]
+    """Those of ``passed`` that are about as fast as the fastest, by medians or by safe ends."""
+    speeds = [(run, assumed_speed(run, runs)) for run in passed]
 
-    def is_slower(run: Run, own: Speed, other: Run, others: Speed) -> bool:
-        """Whether ``run`` is told to be slower than ``other``, or not told to be nearly as fast."""
-        rounds, of_other = (each.latency.speedup if each.latency else None for each in (run, other))
-        # times of one kind of rounds compare best
-        margin, slack = CLEAR, ALIKE
-        if rounds is not None and of_other is not None:
-            margin = TOLD
-            if rounds.one_core != of_other.one_core:
-                margin, slack = ONE_CORE, ONE_CORE
-        return is_faster(others, own, margin) or own.low < others.low / slack
+    def is_slower(own: AssumedSpeed, other: AssumedSpeed) -> bool:
+        factor = ONE_CORE if own.one_core != other.one_core else APART
+        return other.ratio >= factor * own.ratio and other.low >= factor * own.low
 
-    return [run for run, own in speeds if not any(is_slower(run, own, *other) for other in speeds)]
+    return [run for run, own in speeds if not any(is_slower(own, other) for _, other in speeds)]
+
+
+def is_accelerated(run: Run, environment: Mapping[str, Any]) -> bool:
+    """Whether the device is known to accelerate the format of ``run``."""
+    return run.format is not None and environment.get(f"{run.format.short}_accelerated") is True
+
+
+def smallest(passed: Sequence[Run], runs: Sequence[Run]) -> list[Run]:
+    """Those of ``passed`` with about the least memory, if a saving of it matters; all else."""
+    ratios = [(run, memory_ratio(run, runs)) for run in passed if saves_memory(run, runs)]
+    least = min((ratio for _, ratio in ratios if ratio is not None), default=None)
+    if least is None:
+        return list(passed)
+    return [run for run, ratio in ratios if ratio is not None and ratio <= SAME_MEMORY * least]
+
+
+# -- What a result advises
 
 
 def recommended_run(result: ScanResult) -> Run | None:
@@ -230,20 +288,49 @@ def passes(result: ScanResult) -> bool:
     return passes_all(run, result.runs) or bool(passing_ways(run)) or bool(best.kept)
 
 
-def is_gain(result: ScanResult) -> bool:
-    """Whether the recommendation gains something over fp32; an older file does not say."""
+Action = Literal["use", "stay", "passes", "not judged", "no pass"]
+"""``use`` the recommended run; ``stay`` in fp32; it ``passes``, and that it gains is not known."""
+
+
+def action(result: ScanResult) -> Action:
+    """What all advice of a result says of the recommended run: verdict, findings, matrix."""
     best = result.recommendation
-    return best is not None and passes(result) and not best.stay_in_fp32 and best.worth not in ("nothing", "unknown")
+    if best is None:
+        return "no pass"
+    if not passes(result):
+        return "not judged"
+    if missing_runs(result) or result.evidence == "predicted":
+        return "passes"
+    if best.stay_in_fp32:
+        return "stay"
+    return "use" if is_known_gain(result) else "passes"
+
+
+def missing_runs(result: ScanResult) -> int:
+    """The number of runs that a scan did not make because it ended early."""
+    if result.complete:
+        return 0
+    return sum(run.status == "skipped" for run in result.runs)
+
+
+def is_known_gain(result: ScanResult) -> bool:
+    """Whether a figure says that the recommended run, which passed, gains what matters.
+
+    Less memory alone is a gain where the run is not slower: by its times, or on a device that
+    accelerates its format. An older file does not say what is gained.
+    """
+    best, run = result.recommendation, recommended_run(result)
+    if best is None or best.worth in ("nothing", "unknown"):
+        return False
+    if best.worth != "smaller" or best.prefer == "memory" or run is None:
+        return True
+    told = speed(run, result.runs).told
+    return told == "same" or (told == "noisy" and is_accelerated(run, result.environment))
 
 
 def tag(run: Run, result: ScanResult) -> str:
     """``recommended`` beside a run's name; ``the alternative`` where fp32 is preferable."""
-    best = result.recommendation
-    if best is None or not passes(result):
-        return ""
-    is_best = run is recommended_run(result)
-    if best.stay_in_fp32 and run.is_reference:
+    advised, is_best = action(result), run is recommended_run(result)
+    if (advised == "use" and is_best) or (advised == "stay" and run.is_reference):
         return "recommended"
-    if is_best:
-        return "the alternative" if best.stay_in_fp32 else "recommended"
-    return ""
+    return "the alternative" if advised == "stay" and is_best else ""

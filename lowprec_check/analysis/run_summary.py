@@ -97,10 +97,17 @@ def memory_ratio(run: Run, runs: Sequence[Run]) -> float | None:
     return peaks[0] / peaks[1]
 
 
+def saved_memory(run: Run, runs: Sequence[Run]) -> tuple[int, int] | None:
+    """The peaks of a run and of fp32, if that of the run is so far below that it matters."""
+    peaks = _peaks(run, runs)
+    if peaks is not None and peaks[0] <= SMALLER * peaks[1] and peaks[1] - peaks[0] >= LEAST_SAVING:
+        return peaks
+    return None
+
+
 def saves_memory(run: Run, runs: Sequence[Run]) -> bool:
     """Whether the peak of a run is so far below fp32's that it matters."""
-    peaks = _peaks(run, runs)
-    return peaks is not None and peaks[0] <= SMALLER * peaks[1] and peaks[1] - peaks[0] >= LEAST_SAVING
+    return saved_memory(run, runs) is not None
 
 
 def _peaks(run: Run, runs: Sequence[Run]) -> tuple[int, int] | None:

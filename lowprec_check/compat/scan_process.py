@@ -12,8 +12,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
+from lowprec_check.analysis.recommend import action
 from lowprec_check.analysis.run_summary import degenerate_output, failing_gaps, label, memory_ratio, missing_kernels
 from lowprec_check.analysis.speed import speed
+from lowprec_check.analysis.statements.advice import what_is_unknown
 from lowprec_check.analysis.statements.status import error_text
 from lowprec_check.analysis.training_status import way_text
 from lowprec_check.errors import UsageError, encodable
@@ -140,16 +142,18 @@ def row_of(result: ScanResult, request: Request, seconds: float, made_with: dict
             codes=sorted({finding.code for finding in result.diagnostics if finding.is_about(run)}),
         )
         cells.append(cell)
-    # ``half``; ``fp32 (half saves 50 % of the memory)`` where fp32 is better in other ways
+    # ``half``; ``fp32 (half: saves 50 % of the memory)`` where fp32 is better in other ways;
+    # ``half (not timed)`` where half passes and nothing says that it gains anything
     advice, recommended = result.recommendation, None
     if advice is not None:
         recommended = advice.label + way_text(advice.way)
         if advice.kept:
             recommended += f" + {len(advice.kept)} in fp32"
-        if advice.stay_in_fp32:
+        advised = action(result)
+        if advised == "stay":
             recommended = f"fp32 ({recommended}: {advice.gain})" if advice.gain else "fp32"
-        elif advice.evidence != "measured":
-            recommended += f" ({advice.evidence})"
+        elif advised == "passes":
+            recommended += f" ({what_is_unknown(result)})"
     about = {**result.environment, "torch": result.torch or None}
     return _row(
         request,

@@ -152,8 +152,7 @@ def _models(rows: list[MatrixRow], columns: list[str], name_of: Callable[[Matrix
             model = Link(name, f"models/{row.slug}{pages}")
         # the advice rests on nothing if the output of that run cannot be judged
         advice = row.recommended or "fp32"
-        runs = (advice, advice.removesuffix(" (predicted)"))
-        if any(cell.degenerate and cell.precision in runs for cell in row.cells):
+        if any(cell.degenerate and cell.precision == advice.partition(" (")[0] for cell in row.cells):
             advice = f"{advice} ({look('unjudged').word})"
         shown.append(Row([model, advice, weights[row.weights], row.parameters, *map(cells.get, columns)]))
     return Table(heads, shown, "models", searchable=True)

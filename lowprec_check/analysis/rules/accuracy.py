@@ -19,9 +19,10 @@ from lowprec_check.analysis.rules.relevance import (
     as_harmless,
     by_place,
     find_a_patch,
+    instead,
     keep_in_fp32,
     knowledge_of,
-    passing_elsewhere,
+    or_passing,
     place_finding,
     recommended_instead,
     repairing_constants,
@@ -46,7 +47,7 @@ from lowprec_check.schema.measures import MATTERS
 from lowprec_check.schema.module_paths import patterns
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.statements import Sentence, chained, fill, say, say_if, short_op, some
+from lowprec_check.schema.statements import Sentence, chained, say, say_if, short_op, some
 
 OUTLIER_ROUNDOFFS = 8  # unit roundoffs; rounding the exact result costs at most one
 JUMP = 4  # times the error of the inputs
@@ -135,7 +136,7 @@ def _instead(run: Run, result: ScanResult) -> str:
         return f"use eager mode, or another backend; {fault}"
     constants = repairing_constants(run)
     if constants is not None and constants.status == "ok" and not constants.in_fp32:
-        return f"{fill('use {}, or ', best is not None and best.label)}change the constants of LP206 first"
+        return instead(best, result, "change the constants of LP206 first")
     if run.failed_call:
         return "try what the model keeps between calls in fp32"
     if run.is_quantized:
@@ -152,13 +153,13 @@ def _instead(run: Run, result: ScanResult) -> str:
             return find_a_patch(run, result)
         by_metric = command(result, "plan --metric")
         return f"if the model tolerates the error, define metric(model) and judge by it: {by_metric}"
-    search = search_advice(run, result, best, run.failed_batch)
-    return search if best is None else f"use {best.label}, or {search}"
+    return instead(best, result, search_advice(run, result, best, run.failed_batch))
 
 
 def _for_int8(run: Run, result: ScanResult, best: Recommendation | None) -> str:
     """How to reduce the error of a quantized run, by the errors of its layers."""
-    other = fill(", or use {}", best is not None and best.backend != run.backend and best.elsewhere)
+    if best is not None and best.backend == run.backend:
+        best = None
     # Layers that explain at least half of the error need other ranges of int8, else other data.
     layer_errors = [layer.accumulated or 0.0 for layer in run.layer_errors]
     calibrated = calibrates(run.backend)
@@ -172,7 +173,7 @@ def _for_int8(run: Run, result: ScanResult, best: Recommendation | None) -> str:
         hint = f"the errors of its layers are smaller on the calibration data: {CALIBRATE}"
     else:
         hint = "the errors of its layers are smaller: see what docs/int8.md says of int8 without VNNI"
-    return f"{hint}{other}"
+    return instead(best, result, hint)
 
 
 @rule("LP302", "op-outlier", "warning")
@@ -217,10 +218,10 @@ def op_outlier(result: ScanResult) -> Iterator[Finding]:
                 return say(few, error=row.local_error, most=most, dtype=run.format.short), scale
         roundoff = run.format.roundoff if run.format else None
         message = say(f"{adds}, rounding alone at most {{roundoff:limit}}", error=row.local_error, roundoff=roundoff)
-        passing = None
+        advice = say("try this op in fp32")
         if run.status != "ok":
-            passing = passing_elsewhere(run, result)
-        return message, chained(say("try this op in fp32"), passing, between=", or ")
+            advice = or_passing(advice, run, result)
+        return message, advice
 
     yield from weighed_places(result, is_outlier, lambda row: row.local_error or 0.0, describe)
     yield from _uncovered(result, "error", is_outlier)

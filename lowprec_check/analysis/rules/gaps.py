@@ -35,7 +35,7 @@ def from_gaps(
             harmless = id(gap) not in fails_by
             advice, continued = _advice(gap, run, result, help), caught if harmless else None
             if gap.layer == "backend":
-                advice = f"use {'fp32' if harmless else 'another backend'}, or other ops here"
+                advice = f"{'compute it in fp32' if harmless else 'use another backend'}, or use other ops here"
             if gap.layer == "backend" or gap.is_between_casts:
                 continued = None
             # A predicted run rests on the catalog, or on code that ran here.
@@ -75,7 +75,7 @@ def back(gap: Gap, result: str = "the result back") -> str:
 
 
 def or_autocast(gap: Gap, run: Run, result: ScanResult) -> str:
-    """``, or use autocast, where it runs`` in this scan, if possible in the run's own dtype."""
+    """``; it runs under autocast`` in this scan, if possible in the run's own dtype."""
     if run.is_autocast:
         return ""
     tried = [other for other in tried_runs(result) if other.is_autocast]
@@ -94,7 +94,7 @@ def or_autocast(gap: Gap, run: Run, result: ScanResult) -> str:
             reaching.append(other)
     reaching = [other for other in reaching if passes_all(other, result.runs)] or reaching
     if any(other.format == run.format for other in reaching):
-        return ", or use autocast, where it runs"
+        return "; it runs under autocast"
     if reaching:
-        return f", or use {reaching[0].key.label}, where it runs"
+        return f"; it runs in {reaching[0].key.label}"
     return ""

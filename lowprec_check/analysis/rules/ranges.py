@@ -11,6 +11,7 @@ from lowprec_check.analysis.rules.relevance import (
     gives_inf,
     in_range,
     keep_in_fp32,
+    or_passing,
     passing_elsewhere,
     place_finding,
     repairing_constants,
@@ -102,10 +103,10 @@ def _advice(run: Run, result: ScanResult, row: OpCall) -> Sentence | str:
     if run.status == "ok" and not fails_elsewhere(run):
         return "on other inputs Inf may become NaN: stay within torch.finfo(x.dtype), or try the module in fp32"
     if row.op.startswith(CAST_INPUT):
-        return chained(in_range(run), passing_elsewhere(run, result), between=", or ")
+        return or_passing(in_range(run), run, result)
     if row.op.startswith("cast ") and not row.module:
         fitting = say("try values of {weight:text} that the dtype holds", weight=row.op.removeprefix("cast "))
-        return chained(fitting, passing_elsewhere(run, result), between=", or ")
+        return or_passing(fitting, run, result)
     return wider_range(run, result, row.module)
 
 
@@ -147,7 +148,7 @@ def underflow(result: ScanResult) -> Iterator[Finding]:
         became = f"{{share:percent}} of the values that are non-zero in {wide_dtype(result)} became zero"
         message = say(became, share=row.flushed)
         if row.op.startswith(CAST_INPUT):
-            return message, chained(in_range(run), passing_elsewhere(run, result), between=", or ")
+            return message, or_passing(in_range(run), run, result)
         scale = say("try to scale the values up before this op")
         return message, chained(scale, keep_in_fp32(run, result, row.module), between=", or ")
 
@@ -411,7 +412,7 @@ def division_by_zero(result: ScanResult) -> Iterator[Finding]:
             message, clamp = chained(message, _with_clamped(run, trial)), None
             if trial.status == "ok":
                 clamp = say("clamp its input x: x.clamp(min=torch.finfo(x.dtype).tiny)")
-                return message, chained(clamp, passing_elsewhere(run, result), between=", or ")
+                return message, or_passing(clamp, run, result)
             if trial.rel_l2 is not None and run.status == "nonfinite":
                 clamp = say("clamp its input x for a finite output: x.clamp(min=torch.finfo(x.dtype).tiny)")
         return message, chained(clamp, wider_range(run, result, row.module), between=", or ")

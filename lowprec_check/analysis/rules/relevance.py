@@ -24,9 +24,11 @@ from lowprec_check.analysis.error_shares import (
     trusted_budget,
 )
 from lowprec_check.analysis.next_steps import command
+from lowprec_check.analysis.recommend import action, best_of, recommended_run
 from lowprec_check.analysis.rules.registry import Finding, line_of, runs_with_ops
 from lowprec_check.analysis.run_summary import candidates, fails_elsewhere, passes_all
 from lowprec_check.analysis.suspects import suspects
+from lowprec_check.analysis.training_status import way_text
 from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.measures import MATTERS, ConstantTrial
 from lowprec_check.schema.module_paths import is_inside, patterns
@@ -319,11 +321,11 @@ def _disproof(run: Run, module: str) -> Sentence | None:
 
 def wider_range(run: Run, result: ScanResult, module: str) -> Sentence:
     """Advice for a value out of range; more range only if that passes or was not tried."""
-    wider, passing = _wider(run), passing_elsewhere(run, result)
-    if passing is None and wider and not any(_runs_in(dtype, result) for dtype in wider):
-        passing = say("try {dtype:text}, which has a larger range", dtype=wider[0].short)
+    wider, untried = _wider(run), None
+    if wider and not any(_runs_in(dtype, result) for dtype in wider):
+        untried = say("try {dtype:text}, which has a larger range", dtype=wider[0].short)
     keep = keep_in_fp32(run, result, module) or say("scale the values: fp32 for this module alone does not help")
-    return chained(keep, passing, between=", or ")
+    return or_passing(chained(keep, untried, between=", or "), run, result)
 
 
 def keep_in_fp32(run: Run, result: ScanResult, module: str) -> Sentence | None:
@@ -365,13 +367,26 @@ def in_range(run: Run) -> Sentence:
 
 
 def passing_elsewhere(run: Run, result: ScanResult) -> Sentence | None:
-    """``use autocast-bf16, which passes``: a run in a format with more range, autocast first."""
+    """``use bfloat16, which passes``: a run in a format with more range, the recommended one if
+    possible; ``bfloat16 passes`` if the verdict is not to use it.
+    """
     others = (other for wider in _wider(run) for other in _runs_in(wider, result))
     passing = [other for other in others if passes_all(other, result.runs)]
     if not passing:
         return None
-    best = min(passing, key=lambda other: not other.is_autocast)
-    return say("use {run:text}, which passes", run=best.key.label)
+    best = recommended_run(result)
+    if best is None or not any(best is other for other in passing):
+        best = best_of(passing, result.runs, result.environment, "speed")
+    is_to_use = action(result) == "use" and best is recommended_run(result)
+    return say("use {run:text}, which passes" if is_to_use else "{run:text} passes", run=best.key.label)
+
+
+def or_passing(advice: Sentence, run: Run, result: ScanResult) -> Sentence:
+    """``advice``, and what passes in a format with more range."""
+    passing = passing_elsewhere(run, result)
+    if passing is None:
+        return advice
+    return chained(advice, passing, between=", or " if passing.template.startswith("use") else "; ")
 
 
 def faster(run: Run, result: ScanResult, slow_in: Collection[FloatFormat]) -> str:
@@ -401,6 +416,18 @@ def recommended_instead(run: Run, result: ScanResult) -> Recommendation | None:
     if is_itself or not any(passes_all(other, result.runs) for other in candidates(result.runs)):
         return None
     return best
+
+
+def instead(best: Recommendation | None, result: ScanResult, otherwise: str = "") -> str:
+    """``use half, or …``, if that is the verdict, else ``half passes; …``; ``otherwise`` alone if
+    nothing passed.
+    """
+    if best is None:
+        return otherwise
+    name = f"{best.elsewhere}{way_text(best.way)}"
+    if action(result) == "use":
+        return f"use {name}{fill(', or {}', otherwise)}"
+    return f"{name} passes{fill('; {}', otherwise)}"
 
 
 def _runs_in(wanted: FloatFormat, result: ScanResult) -> list[Run]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from lowprec_check.analysis.recommend import SAME_MEMORY, changes_nothing, is_gain, passes, recommended_run
+from lowprec_check.analysis.recommend import SAME_MEMORY, action, changes_nothing, missing_runs, recommended_run
 from lowprec_check.analysis.run_summary import (
     CLOSE,
     candidates,
@@ -20,6 +20,7 @@ from lowprec_check.analysis.run_summary import (
     part_of_tolerance,
     passes_all,
     reference_of,
+    saved_memory,
     saves_memory,
 )
 from lowprec_check.analysis.speed import Speed, in_turns, is_faster, speed
@@ -46,44 +47,76 @@ def verdict(result: ScanResult) -> str:
 @per_scan("verdict", "advice")
 def _verdict(result: ScanResult) -> Iterator[Made]:
     """What to do, in a few words."""
-    best, run = result.recommendation, recommended_run(result)
+    best, run, advised = result.recommendation, recommended_run(result), action(result)
+    early = _ended_early(result)
     if best is None:
         ablated = [run.ablation.status for run in result.runs if run.ablation is not None]
-        yield Said(_no_pass(result), "warn" if "ok" in ablated else "bad")
+        yield Said(chained(early, _no_pass(result), between=": "), "warn" if "ok" in ablated else "bad")
         return
     kept = ""
     if best.kept:
         kept = f" with {in_fp32(best, result.model.modules, result.plan)}"
     named: dict[str, Figure] = {"name": f"{best.label}{way_text(best.way)}", "kept": kept}
-    if not passes(result):
-        yield Said(say("{name:text}{kept:text} could not be judged", **named), "none")
-    elif not best.stay_in_fp32:
-        # A run that barely passes is named with a warning, one that gains nothing without praise.
-        tone: Tone = "good" if is_gain(result) else "none"
-        part = 0.0
-        if run is not None and result.training is not None:
-            part = part_of_limit(run, best.way, result.training)
-        elif run is not None:
-            part = part_of_tolerance(run)
-        if part >= CLOSE:
-            tone = "warn"
-        template = "Use {name:text}{kept:text}"
-        if result.evidence == "predicted":
-            template += " (predicted)"
-        elif best.worth == "unknown":
-            template = "fp32 is fine; {name:text}{kept:text} works too"
-        yield Said(say(template, **named), tone)
+    # a run that barely passes is named with a warning, one without a known gain without praise
+    tone: Tone = "good" if advised == "use" else "none"
+    part = 0.0
+    if run is not None and result.training is not None:
+        part = part_of_limit(run, best.way, result.training)
+    elif run is not None:
+        part = part_of_tolerance(run)
+    if part >= CLOSE and advised != "stay":
+        tone = "warn"
+    if advised == "not judged":
+        words = say("{name:text}{kept:text} could not be judged", **named)
+    elif advised == "use":
+        words = say("Use {name:text}{kept:text}", **named)
+    elif advised == "passes":
+        words = _passes(best, run, result, named)
     else:
-        fp32 = "fp32" if any(other.is_low for other in result.runs) else "eager fp32"
-        stay, gain = "Stay in {fp32:text}: ", "was not measured to be faster"
-        prefer: dict[str, Figure] = {}
-        if best.worth == "nothing":
-            gain = _gains_nothing(run, result)
-        elif best.worth != "unknown":  # what it gains is not what the user prefers
-            stay, prefer["prefer"] = "Stay in {fp32:text} for {prefer:text}; ", best.prefer
-            gain = best.gain if best.gain.startswith("saves") else f"is {best.gain}"
-        words = say(f"{stay}{{name:text}}{{kept:text}} {{gain:text}}", fp32=fp32, **prefer, **named, gain=gain)
-        yield Said(words, "none")
+        words = _stay(best, run, result, named)
+    yield Said(chained(early, words, between=": "), tone)
+
+
+def _ended_early(result: ScanResult) -> Sentence | None:
+    """``After 2 of 5 runs``, if the scan made no more."""
+    missing, planned = missing_runs(result), len(result.runs)
+    return say_if(missing, "After {made:number} of {planned:count run}", made=planned - missing, planned=planned)
+
+
+def _passes(best: Recommendation, run: Run | None, result: ScanResult, named: dict[str, Figure]) -> Sentence:
+    """That the recommended run passes, what memory it saves, and what is not known of its speed."""
+    unknown, saved = what_is_unknown(result), None
+    if run is not None and is_timed(run, best.way):
+        saved = saved_memory(run, result.runs)
+    if saved is None:
+        return say("{name:text}{kept:text} passes ({unknown:text})", **named, unknown=unknown)
+    peak, fp32 = saved
+    words = "{name:text}{kept:text} passes and saves {share:share} of the memory ({fp32:bytes} → {peak:bytes})"
+    figures: dict[str, Figure] = {"share": 1 - peak / fp32, "fp32": fp32, "peak": peak, "unknown": unknown}
+    return say(f"{words}; {{unknown:text}}", **named, **figures)
+
+
+def what_is_unknown(result: ScanResult) -> str:
+    """Why a recommended run is only said to pass, in a few words."""
+    best, run = result.recommendation, recommended_run(result)
+    if result.evidence == "predicted":
+        return "predicted"
+    if best is None or run is None or not is_timed(run, best.way) or speed(run, result.runs).told == "unknown":
+        return "not timed"
+    return "speed unclear"
+
+
+def _stay(best: Recommendation, run: Run | None, result: ScanResult, named: dict[str, Figure]) -> Sentence:
+    """That fp32 is better, and what is gained otherwise."""
+    fp32 = "fp32" if any(other.is_low for other in result.runs) else "eager fp32"
+    stay, gain = "Stay in {fp32:text}: ", "was not measured to be faster"
+    prefer: dict[str, Figure] = {}
+    if best.worth == "nothing":
+        gain = _gains_nothing(run, result)
+    elif best.worth != "unknown":  # what it gains is not what the user prefers
+        stay, prefer["prefer"] = "Stay in {fp32:text} for {prefer:text}; ", best.prefer
+        gain = best.gain if best.gain.startswith("saves") else f"is {best.gain}"
+    return say(f"{stay}{{name:text}}{{kept:text}} {{gain:text}}", fp32=fp32, **prefer, **named, gain=gain)
 
 
 def _gains_nothing(run: Run | None, result: ScanResult) -> str:
@@ -103,8 +136,10 @@ def _gains_nothing(run: Run | None, result: ScanResult) -> str:
 def _no_pass(result: ScanResult) -> Sentence:
     tried = [run for run in candidates(result.runs) if run.base is None and run.status != "skipped"]
     tried = [run for run in tried if run.is_low] or tried
+    # what was not run yet may pass
+    stay = "" if missing_runs(result) else "Stay in fp32: "
     if not tried:
-        return plain("Stay in fp32: nothing else could be run")
+        return plain(f"{stay}nothing else could be run")
     where, names = "", [label(run) for run in tried]
     if any(map(fails_elsewhere, [*tried, *(run for run in result.runs if run.precision == PLAN)])):
         where = " on every input"
@@ -113,13 +148,13 @@ def _no_pass(result: ScanResult) -> Sentence:
         here, fails = f"is predicted to pass{where}", f"is predicted not to pass{where}"
     # Names are listed only where they are not all that there are.
     if {precision.name for precision in low_precisions()} <= {run.precision for run in tried}:
-        return say("Stay in fp32: no low precision {here:text}", here=here)
+        return say(f"{stay}no low precision {{here:text}}", here=here)
     if len(tried) == 1:
-        return say("Stay in fp32: {name:text} {fails:text}", name=names[0], fails=fails)
+        return say(f"{stay}{{name:text}} {{fails:text}}", name=names[0], fails=fails)
     none = f"none of {choices(names, 'and')}"
     if len(tried) == 2:
         none = f"neither {choices(names, 'nor')}"
-    return say("Stay in fp32: {none:text} {here:text}", none=none, here=here)
+    return say(f"{stay}{{none:text}} {{here:text}}", none=none, here=here)
 
 
 def in_fp32(keeps: Plan | Recommendation, modules: int, plan: Plan | None) -> str:

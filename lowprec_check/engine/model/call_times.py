@@ -24,7 +24,8 @@ class CallTimes:
 
     There is no further call if all but the first would take longer than ``seconds``, or the fastest
     took longer than ``too_slow``, or than ``hopeless`` without the time that its threads waited for
-    a core. A call that sets something up is followed by one, unless it ``reads_weights``.
+    a core. A call that sets something up is followed by one, unless it ``reads_weights``; so is the
+    first one where none is ``hopeless``, since an accelerator loads its kernels in it.
     """
 
     def __init__(
@@ -77,8 +78,9 @@ class CallTimes:
             return not self._reads_weights and (self.count == 1 or self.count < self._most)
         # The next call probably takes as long as the last one; the first is not counted
         taken = sum(call.seconds for call in self._calls[1:] if not call.sets_up) + last.seconds
-        is_fast = self.fastest <= self._too_slow and not self.is_hopeless and taken <= self._seconds
-        return self.count < self._most and is_fast
+        may_be_fast = self.fastest <= self._too_slow and not self.is_hopeless
+        may_be_fast |= self.count == 1 and self._hopeless == math.inf and not self._reads_weights
+        return self.count < self._most and may_be_fast and taken <= self._seconds
 
     @property
     def _settled(self) -> list[_Call]:

@@ -8,7 +8,7 @@ from lowprec_check.analysis.run_summary import degenerate_output, searched_plan
 from lowprec_check.analysis.statements.kinds import Made, Said, per_run
 from lowprec_check.schema.module_paths import patterns
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.statements import say
+from lowprec_check.schema.statements import chained, say, say_if
 
 
 @per_run("ablation", "error", after="unknown-cause", detail="more")
@@ -40,9 +40,8 @@ def way_out(run: Run, result: ScanResult) -> Made:
     ablation = run.ablation
     if result.recommendation is not None or ablation is None or ablation.status != "ok":
         return None
-    words = "passes with {kept:modules} in fp32, error {after:error}"
-    if not searched_plan(result):
-        words += "; {command:text} searches for the fewest modules"
     kept = patterns(ablation.keep_fp32, run.called_modules)
-    search = "plan" if result.prediction is None else "scan --plan"  # plan needs the device
-    return Said(say(words, kept=kept, after=ablation.rel_l2, command=command(result, search)), "warn")
+    passes = say("passes with {kept:modules} in fp32, error {after:error}", kept=kept, after=ablation.rel_l2)
+    search = command(result, "plan" if result.prediction is None else "scan --plan")  # plan needs the device
+    words = "{command:text} searches for the fewest modules"
+    return Said(chained(passes, say_if(not searched_plan(result), words, command=search)), "warn")

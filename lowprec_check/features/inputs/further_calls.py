@@ -36,6 +36,8 @@ NEAR = 0.7
 """The part of the tolerance from which on an error is near it."""
 SECONDS, SHARE = 0.1, 0.2
 """Default time: seconds of the thread, since other programs may run, and a share of the calls."""
+SLOWER = 2.0
+"""Runs so many times as slow as fp32 are tried on as many inputs as fp32 had time for."""
 WAITING = 2.5
 """So many times that long it may take in all, for inputs that are read from somewhere."""
 LARGEST = 256 << 20
@@ -57,6 +59,8 @@ class FurtherInputs(NamedTuple):
     left_out: int = 0
     reason: str | None = None
     """Why there are not more."""
+    seconds: float = 0.0
+    """What the calls of fp32 took."""
 
 
 class FurtherCalls:
@@ -76,21 +80,28 @@ class FurtherCalls:
         self._plain, self._probe = plain, probe
         self._seconds = SECONDS + SHARE * (plain.first_seconds + plain.run.calls * plain.seconds)
         self._started = system.thread_time(), system.monotonic()
+        self._call_seconds = plain.seconds
+        """What a call takes: other programs may have slowed down those of the plain part."""
+
+    @property
+    def _taken(self) -> float:
+        return system.thread_time() - self._started[0]
 
     @property
     def _has_time(self) -> bool:
-        running, waiting = system.thread_time() - self._started[0], system.monotonic() - self._started[1]
-        in_time = running + self._plain.seconds <= self._seconds and waiting <= WAITING * self._seconds
+        waiting = system.monotonic() - self._started[1]
+        in_time = self._taken + self._call_seconds <= self._seconds and waiting <= WAITING * self._seconds
         return in_time or self._task.further_inputs is not None
 
     def _outputs(self, values: Sequence[Tensor]) -> list[Tensor]:
-        call, seed = with_values(self._target.inputs, values), self._task.seed
+        call, seed, before = with_values(self._target.inputs, values), self._task.seed, self._taken
         self._rewind()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if self._probe is not None:
                 return module_output(self._ready, *call, seed, self._probe) or []
             output, _ = run_once(self._ready, *call, seed)
+        self._call_seconds = min(self._call_seconds, self._taken - before)
         return [tensor.cpu().clone() for tensor in output_tensors(output)]
 
     def keep(self, self_error: float) -> None:
@@ -138,7 +149,7 @@ class FurtherCalls:
             if not self._has_time:
                 reason = SLOW
                 break
-        return FurtherInputs(kind, inputs, left_out, reason if len(inputs) < most else None)
+        return FurtherInputs(kind, inputs, left_out, reason if len(inputs) < most else None, self._taken)
 
     def tried(self, on_input: Callable[[int, InputsTried], Any]) -> InputsTried:
         """How the run does on the inputs of fp32; ``on_input`` gets the result before each call."""
@@ -147,6 +158,7 @@ class FurtherCalls:
         # Nothing was kept if the worker of fp32 ended before.
         with contextlib.suppress(Exception):
             further = FurtherInputs(**task.files.kept(KEPT))
+            self._seconds = max(self._seconds, SLOWER * further.seconds)
         result = InputsTried(kind=further.kind, left_out=further.left_out, seed=task.seed)
         largest, near = 0.0, NEAR * (task.tolerance or 0.0)
         if output_error is not None and output_error.distance is not None:

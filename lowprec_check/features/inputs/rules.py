@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lowprec_check.analysis.recommend import action
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
 from lowprec_check.analysis.rules.relevance import CALIBRATE, OTHER_RANGES, recommended_instead, search_advice
 from lowprec_check.analysis.run_summary import fails_elsewhere
@@ -57,6 +58,8 @@ def input_dependent(result: ScanResult) -> Iterator[Finding]:
             search = search_advice(run, result, best, further.first_failed or 1)
         advice = plain(search)
         if best is not None:
-            instead = say("use {run:text}, which passes on every input tried", run=best.elsewhere)
-            advice = chained(instead, advice, between="; or ")
+            passes = f"{best.elsewhere} passes on every input tried"
+            if action(result) == "use":
+                passes = f"use {best.elsewhere}, which passes on every input tried"
+            advice = plain(f"{passes}; or {search}")
         yield Finding(message, run=run, help=advice)

@@ -181,7 +181,8 @@ def test_the_command_predicts_an_absent_device(tmp_path: Path) -> None:
     assert "UserWarning" not in shown
     assert "measured" not in shown
     assert (
-        "Use autocast-fp16 (predicted). It is predicted to pass: error 6.1e-04, 6.1 % of the tolerance 1e-02" in shown
+        "autocast-fp16 passes (predicted). It is predicted to pass: error 6.1e-04, 6.1 % of the tolerance 1e-02"
+        in shown
     )
     result = ScanResult.load(saved)
     assert {run.evidence for run in result.runs} == {"predicted"}
@@ -200,7 +201,7 @@ def test_a_plan_of_a_prediction(tmp_path: Path, call: Call) -> None:
     plan = tmp_path / "plan.json"
     words = shlex.split(f"--device xpu --torch 2.13 --predict -p autocast-bf16 -q --save-plan {plan}")
     shown = text_of(call("scan", model, *words))
-    assert "1 of 2 modules in fp32 (predicted). It is predicted to pass" in shown
+    assert "1 of 2 modules in fp32 passes (predicted). It is predicted to pass" in shown
     saved = lowprec_check.Plan.load(plan)
     assert (saved.evidence, saved.device, saved.keep_fp32) == ("predicted", "xpu", ["a"])
     assert (saved.latency_ms, saved.speedup, saved.peak_memory_bytes) == (None, None, None)

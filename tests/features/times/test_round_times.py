@@ -341,3 +341,11 @@ def test_calls_that_compile_tell_nothing_of_others(
     times = times_of(monkeypatch, calls)
     assert (times.count, times.fastest, times.first) == (count, fastest, first)
     assert times.is_hopeless == (fastest > 5.0)
+
+
+@pytest.mark.parametrize(("first", "hopeless", "count"), [(6.0, math.inf, 3), (6.0, 5.0, 1), (11.0, math.inf, 1)])
+def test_a_first_call_that_loads_kernels_tells_nothing_of_others_where_the_format_may_be_fast(
+    monkeypatch: pytest.MonkeyPatch, first: float, hopeless: float, count: int
+) -> None:
+    times = times_of(monkeypatch, [(first, False), (0.03, False), (0.03, False)], hopeless=hopeless)
+    assert (times.count, times.fastest) == (count, 0.03 if count > 1 else first)

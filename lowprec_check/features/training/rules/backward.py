@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from lowprec_check.analysis.rules.registry import Finding, line_of, rule
-from lowprec_check.analysis.rules.relevance import passing_elsewhere
+from lowprec_check.analysis.rules.relevance import or_passing
 from lowprec_check.analysis.training_status import first_way
 from lowprec_check.features.training.outcomes import told, trained_runs
 from lowprec_check.schema.axes import device_type
@@ -88,7 +88,7 @@ def gradient_underflow(result: ScanResult) -> Iterator[Finding]:
                 if helps is None:
                     advice = say("try a larger initial scale, or the module in fp32")
             message = chained(message, added)
-            advice = chained(advice, passing_elsewhere(run, result), between=", or ")
+            advice = or_passing(advice, run, result)
             severity: Severity | None = "note" if helps in usual else None
             yield Finding(message, run, module, _GRADIENT, help=advice, severity=severity)
 
@@ -143,7 +143,7 @@ def gradient_not_finite(result: ScanResult) -> Iterator[Finding]:
         if run.format is not None and largest > run.format.largest:
             words = "scale the loss down, as GradScaler does: in fp32 they are up to {largest:figure}"
             forward = say(f"{words}, over {{limit:scale}}", largest=largest, limit=run.format.largest)
-        advice = chained(forward, passing_elsewhere(run, result), between=", or ")
+        advice = or_passing(forward, run, result)
         first_tried, setup = first_way(run), result.training
         severity: Severity | None = None
         if setup is not None and first_tried is not None and not told(first_tried, setup):

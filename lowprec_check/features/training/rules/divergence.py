@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
-from lowprec_check.analysis.rules.relevance import recommended_instead
+from lowprec_check.analysis.rules.relevance import instead, recommended_instead
 from lowprec_check.analysis.training_status import first_way, unscales_fp16, way_text
 from lowprec_check.features.training.outcomes import told, trained_runs
 from lowprec_check.schema.scan_result import ScanResult, Severity
@@ -51,7 +51,7 @@ def unscale_fp16(result: ScanResult) -> Iterator[Finding]:
             passed.append(masters.declared.words)
         advice = "try autocast with GradScaler, or fp32 master weights and GradScaler"
         if passed:
-            advice = f"use {' or '.join(passed)}"
+            advice = f"passes with {'; with '.join(passed)}"
         severity: Severity | None = None if failed is training.ways[0] else "note"
         yield Finding(message, run, help=advice, severity=severity)
 
@@ -116,7 +116,7 @@ def training_diverges(result: ScanResult) -> Iterator[Finding]:
             if way_text(best.way):
                 advice += f", and train{way_text(best.way)}"
         elif best is not None:
-            advice = f"use {best.elsewhere}{way_text(best.way)}"
+            advice = instead(best, result)
         severity: Severity | None = None
         if not told(way, setup):
             severity = "warning"

@@ -106,7 +106,7 @@ def what_recovers(run: Run, result: ScanResult) -> str:
         return "keep the weights in fp32: autocast casts copies of them"
     if not names:
         return "try autocast or fp32 master weights, which keep the weights in fp32"
-    advice, first = f"use {'; or '.join(names)}", first_way(run)
+    advice, first = f"passes with {'; with '.join(names)}", first_way(run)
     if first and first.state_bytes and passed:
         advice += f" (weights and optimizer state as it is: {bytes_figure(first.state_bytes)})"
     return advice
