@@ -224,6 +224,8 @@ class TargetRuns:
             self.long_calls = LongCalls(self._started, fp32_seconds, len(keys))
             self.launcher.source.report(NOTICE, self.long_calls.notice)
         one_by_one = self.launcher.hidden_state or self.options.scenario is not None or self.options.batches > 1
+        # What is left for a run is known when it begins, so none begins in advance.
+        one_by_one = one_by_one or self.long_calls is not None
         if self.mode.runs_side_by_side and not one_by_one and self._template.device == "cpu":
             slow = [key for key in keys if key.backend == EAGER and self.is_slow(key.precision)]
             possible = [key for key in slow if self._why_skipped(key) is None]
