@@ -253,6 +253,10 @@ _Place = tuple[str | None, str, str | None, str, int]
 """Phase, module, line and op of an op call, and which of those that share them it is."""
 
 
+_NEAREST = 4
+"""Units between two ticks of modules."""
+
+
 class _Segment(NamedTuple):
     """Neighbouring places on the axis that are inside one module."""
 
@@ -333,9 +337,10 @@ def _segments(places: Sequence[_Place], letters: int) -> list[_Segment]:
     for depth in range(1, 1 + max(map(len, paths), default=0)):
         segments = _segments_at(paths, depth)
         needed = sum(2 + min(len(segment.name), _LONGEST) for segment in segments)
-        if chosen and (needed > letters or len(segments) == len(chosen)):
+        if chosen and needed > letters:
             break
-        chosen = segments
+        if len(segments) > len(chosen):
+            chosen = segments
     return chosen
 
 
@@ -361,11 +366,15 @@ def _module_ticks(segments: Sequence[_Segment], x: _Axis, area: _Area) -> Iterat
     modules come first.
     """
     starts = [x(segment.first) for segment in segments]
+    drawn = -math.inf
     for start in starts:
-        yield _line(start, area.top, start, area.bottom + 4)
+        if start - drawn >= _NEAREST:
+            yield _line(start, area.top, start, area.bottom + 4)
+            drawn = start
     ends, names = [*starts[1:], area.right], [module_name(segment.name) for segment in segments]
     taken = list[tuple[float, float]]()
-    for index in sorted(range(len(segments)), key=lambda index: starts[index] - ends[index]):
+    by_width = sorted(range(len(segments)), key=lambda index: starts[index] - ends[index])
+    for index in by_width[: area.wide // _NEAREST]:
         # to the right of its tick, unless the chart ends there
         name, start = names[index], starts[index]
         # a long name stays in its own segment, a short one may be wider

@@ -497,6 +497,13 @@ def test_one_chart_has_a_line_for_each_precision_over_the_same_modules() -> None
     assert "Casts of weights are left out: their error is at most 9.0e-01 (autocast-fp16)" in chart.name
 
 
+def test_ticks_are_the_modules_at_which_the_model_divides() -> None:
+    blocks = along(*(OpCall("aten.mm.default", f"model.layers.{i // 9}", accumulated_error=1e-3) for i in range(27)))
+    assert {"model.layers.0", "model.layers.1", "model.layers.2"} <= {one.text for one in blocks.iter("text")}
+    shared = along(*(OpCall("aten.mm.default", "ab"[i % 2], accumulated_error=1e-3) for i in range(5000)))
+    assert len([*shared.iter("line")]) < 300
+
+
 def test_a_run_that_overflows_at_once_is_drawn_too() -> None:
     healthy = [OpCall("aten.mm.default", accumulated_error=1e-3)] * 4
     runs = [run("bfloat16", "ok", 1e-3, op_calls=to_columns(healthy))]
