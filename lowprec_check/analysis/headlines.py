@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from lowprec_check.schema.findings import ReportedCase
 from lowprec_check.schema.statements import Sentence, fill, joined, module_name, short_op, some, words
 
 MOST = 5
-_LONGEST = 190  # characters: two lines of 100 columns, indented
+_WIDTH = 98  # columns of a line: 100, indented by two
 _RESTATES = "LP301"  # the code of what the row of a run in the table says too
 
 
@@ -44,9 +45,11 @@ def _headline(groups: Sequence[FindingGroup]) -> Headline:
     first = groups[0]
     lead = f"{first.code} {first.name}{fill(' ({})', ', '.join(first.runs))}"
     known = next((group.known for group in groups if group.known is not None), None)
-    room = _LONGEST - len(lead)
-    text = next((text for text in _texts(groups) if len(text) <= room), None)
-    return Headline(lead, text or shorten(list(_texts(groups))[-1], room), first.code, known)
+    shorter = list(_texts(groups))
+    text = next((text for text in shorter if len(textwrap.wrap(f"{lead}: {text}", _WIDTH)) <= 2), None)
+    if text is None:
+        text = shorten(shorter[-1], max(20, 2 * _WIDTH - len(lead) - 20))
+    return Headline(lead, text, first.code, known)
 
 
 def _texts(groups: Sequence[FindingGroup]) -> Iterator[str]:

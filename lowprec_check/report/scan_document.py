@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -85,7 +86,7 @@ def scan_document(result: ScanResult) -> Document:
     blocks += sections("findings", result, said)
     blocks += [Heading("About this scan", anchor=CONDITIONS, detail="all"), *_about(result, said)]
     advice = [*_verdict(of_kind), *_reasons(result, said, of_kind), *sections("advice", result, said)]
-    code = [*_code(result), Say(_where_to_look(findings, brief), role="prompt", detail="brief")]
+    code = [*_code(result), Say(_where_to_look(result, findings, brief), role="prompt", detail="brief")]
     return Document(result.target, blocks, result.tool, [*_head(result, said)], advice, code)
 
 
@@ -163,9 +164,11 @@ def _headlines(brief: Sequence[Headline]) -> Iterator[Block]:
         yield Say(known.text, role="hint", detail="brief")
 
 
-def _where_to_look(findings: Sequence[FindingGroup], listed: Sequence[Headline]) -> str:
-    """What has the conditions, the notes and the findings that are not shown."""
-    parts = ["conditions"]
+def _where_to_look(result: ScanResult, findings: Sequence[FindingGroup], listed: Sequence[Headline]) -> str:
+    """What has the conditions, the notes, the findings and the code that are not shown."""
+    parts, best = ["conditions"], result.recommendation
+    if best is not None and best.stay_in_fp32 and best.code:
+        parts.append(f"code of {best.label}")
     notes = sum(group.size for group in findings if group.severity == "note")
     if len(listed) > MOST:
         parts.append(f"{len(listed) - MOST} more {agree(len(listed) - MOST, 'finding', 'findings')}")
@@ -276,10 +279,10 @@ def _verdict(of_kind: Mapping[str, Sequence[Statement]]) -> Iterator[Block]:
     verdict = of_kind["verdict"][0]
     said = [each for each_kind in of_kind.values() for each in each_kind]
     # the first screen has all in one paragraph
-    lead, _, reason = verdict.text.partition(": ")
+    lead, *reason = re.split(": |; ", verdict.text, maxsplit=1)
     rests_on = basis(said, ["first"])
     if reason:
-        text = f"{reason}. {rests_on}".strip()
+        text = f"{reason[0]}. {rests_on}".strip()
     elif rests_on:
         text = rests_on[:1].lower() + rests_on[1:]
     else:

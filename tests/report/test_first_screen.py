@@ -77,7 +77,12 @@ def test_a_failing_model_takes_40_lines_in_the_order_of_decisions(result: ScanRe
     assert lines[table + 1 + len(result.runs)] == "" or lines[table + 1 + len(result.runs)].startswith("    ")
     assert lines[-1].startswith("More: ") or lines[-2].startswith("More: ")
     if "Findings" in lines:
-        assert table < lines.index("Findings")
+        start = lines.index("Findings") + 1
+        assert table < start
+        items = re.split(r"^  (?=LP\d+ )", "\n".join(lines[start : lines.index("", start)]), flags=re.MULTILINE)[1:]
+        assert 1 <= len(items) <= MOST
+        for item in items:
+            assert len([line for line in item.splitlines() if not re.match(r"\S", line) or "LP" in line]) <= 2
 
 
 def test_an_explained_code_is_on_the_screen() -> None:
@@ -165,4 +170,4 @@ def test_other_advice_is_another_finding_and_long_ones_are_two_lines() -> None:
     assert "4 more findings" in lines[-1]
     unbroken = [diagnostic("LP201", "half", "aten.mm.default", help="y" * 900)]
     shown = screen_of(msgspec.structs.replace(HEALTHY, diagnostics=unbroken)).splitlines()
-    assert len([line for line in shown if "LP201 name" in line or "yyy" in line]) <= 2 + 1
+    assert len([line for line in shown if "LP201 name" in line or "yyy" in line]) <= 3, "a word of 900 letters"
