@@ -186,7 +186,7 @@ def _located(forward_pass: ForwardPass, locate: Locate) -> _Pass | str:
         if isinstance(call, str):
             return call
         if call[0] is not source or call[1] is backward:
-            return "the loop is not in the script's own code"
+            return "the loop is not in the script's own code: use the switch for mixed precision of what runs it"
         forward.append(call[1])
     return _Pass(source, backward, forward)
 
