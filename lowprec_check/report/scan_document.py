@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -279,14 +278,14 @@ def _verdict(of_kind: Mapping[str, Sequence[Statement]]) -> Iterator[Block]:
     verdict = of_kind["verdict"][0]
     said = [each for each_kind in of_kind.values() for each in each_kind]
     # the first screen has all in one paragraph
-    lead, *reason = re.split(": |; ", verdict.text, maxsplit=1)
+    lead, _, reason = verdict.text.partition(": ")
     rests_on = basis(said, ["first"])
     if reason:
-        text = f"{reason[0]}. {rests_on}".strip()
-    elif rests_on:
+        text = f"{reason}. {rests_on}".strip()
+    elif rests_on and "; " not in verdict.text:
         text = rests_on[:1].lower() + rests_on[1:]
     else:
-        lead, text = "", f"{verdict.text}."
+        lead, text = "", f"{verdict.text}. {rests_on}".strip()
     yield Say(text, verdict.tone, "verdict", lead, detail="brief")
     yield Say(f"{verdict.text}.", verdict.tone, "verdict", detail="more")
     for text in (rests_on, basis(said, ["more"])):

@@ -403,4 +403,4 @@ def test_a_process_that_holds_little_counts_as_four_mebibytes_and_that_is_said()
     result = conclude(ScanResult(tool="t", target="t", model=info, environment={}, runs=[fp32, jit]))
     shown = " ".join(render(result, "text").split())
     assert "under 4.0 MiB" in shown
-    assert "it takes at least 3100 % more memory" in shown
+    assert "at least 3100 % more memory" in shown

@@ -70,7 +70,7 @@ def test_a_failing_model_takes_40_lines_in_the_order_of_decisions(result: ScanRe
     lines = screen_of(result).splitlines()
     assert len(lines) <= most
     table = next(number for number, line in enumerate(lines) if re.match(r"(precision|run) +status", line))
-    verdict = next(number for number, line in enumerate(lines) if re.match(r"Use |Stay in |fp32 is ", line))
+    verdict = next(number for number, line in enumerate(lines) if re.match(r"Use |Stay in |fp32 is |\S+ passes ", line))
     assert verdict < table <= 14
     rows = lines[table + 1 : table + 1 + len(result.runs)]
     assert all(rows), "a line for each run"

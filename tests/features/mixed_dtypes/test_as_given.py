@@ -48,7 +48,7 @@ def test_the_model_is_said_to_fail_if_the_plain_call_does(base: torch.dtype, ada
     assert bool(raised) == (base != adapter and not casts)
 
     result = scanned(model, x)
-    screen = " ".join(screen_of(result, width=1000).split())
+    screen = " ".join(screen_of(result, width=1000, verbose=True).split())
     if base == adapter:
         assert result.as_given is None
     else:
@@ -86,4 +86,4 @@ def test_another_exception_is_no_mismatch() -> None:
     assert result.as_given is not None
     assert result.as_given.exception is not None
     assert result.as_given.mixed is None
-    assert "only one dtype" in screen_of(result, width=1000)
+    assert "only one dtype" in screen_of(result, width=1000, verbose=True)
