@@ -379,7 +379,7 @@ def _module_ticks(segments: Sequence[_Segment], x: _Axis, area: _Area) -> Iterat
         name, start = names[index], starts[index]
         # a long name stays in its own segment, a short one may be wider
         letters_inside = int((ends[index] - start) / _LETTER) - 1
-        longest = len(name) if letters_inside < 2 * _SHORTEST else min(len(name), letters_inside)
+        longest = len(name) if letters_inside < 3 * _SHORTEST else min(len(name), letters_inside)
         for letters in range(longest, min(_SHORTEST, len(name)) - 1, -1):
             width = (letters + 1.5) * _LETTER
             left = min(start, area.wide - width)
@@ -435,11 +435,14 @@ def _error_along(
         name_of_axis = "op calls, in the order of execution"
     yield from _frame(area, x, y, (), "relative error", name_of_axis)
     yield from _module_ticks(segments, x, area)
-    # the name of the largest above its line, those of others below
-    for place, limit in enumerate(sorted(set(limits.values()), reverse=True)):
+    # names stand above their lines, or below where another line is near
+    above = -math.inf
+    for limit in sorted(set(limits.values()), reverse=True):
         formats = " and ".join(sorted(name for name, value in limits.items() if value == limit))
-        yield _line(area.left, y(limit), area.right, y(limit), "bad", stroke_dasharray="6 4")
-        yield _text(area.right, y(limit) + (13 if place else -5), f"tolerance of {formats}", "end", "bad")
+        shift = -5 if y(limit) - above > 20 else 13
+        above = y(limit)
+        yield _line(area.left, above, area.right, above, "bad", stroke_dasharray="6 4")
+        yield _text(area.right, above + shift, f"tolerance of {formats}", "end", "bad")
     for index, (run, (color, dashes)) in enumerate(zip(runs, _LINES, strict=False)):
         drawn = list(worst_of_segments(lines[run.key], min(MOST_POINTS, area.right - area.left)))
         points = [
