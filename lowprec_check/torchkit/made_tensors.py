@@ -40,6 +40,7 @@ def noting_made_tensors() -> Iterator[None]:
     noting = {name: _noting(getattr(torch, name), f"torch.{name}", 0) for name in _FUNCTIONS}
     originals = {name: getattr(torch, name) for name in _FUNCTIONS}
     method: Any = torch.Tensor.new_tensor
+    replaced_before = "new_tensor" in vars(torch.Tensor)
     # torch.jit.script, called inside, takes them for what they replace.
     builtins: dict[int, str] = torch.jit._builtins._get_builtin_table()
     known = {id(function): f"aten::{name}" for name, function in noting.items() if id(originals[name]) in builtins}
@@ -50,7 +51,10 @@ def noting_made_tensors() -> Iterator[None]:
     try:
         yield
     finally:
-        del torch.Tensor.new_tensor
+        if replaced_before:
+            torch.Tensor.new_tensor = method  # type: ignore[method-assign]
+        else:
+            del torch.Tensor.new_tensor
         for name, function in originals.items():
             setattr(torch, name, function)
         for key in known:
