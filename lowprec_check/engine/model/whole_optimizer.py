@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lowprec_check.engine.model.call_recorder import UnrepeatableError
 from lowprec_check.engine.model.optimizer_like import IMPLEMENTATION, Clip, OptimizerLike, Settings
+from lowprec_check.errors import message_of, type_name
 from lowprec_check.torchkit.source_location import is_user_code
 
 CLOSURE = object()
@@ -187,7 +188,8 @@ def _copies(owner: Any, inner: Optimizer, parameters: Mapping[int, Tensor]) -> t
             )
         return copy.deepcopy(owner, memo), memo[id(inner)]
     except Exception as error:
-        raise UnrepeatableError(f"{type(owner).__name__} cannot be copied: {type(error).__name__}: {error}") from None
+        why = f"{type_name(error)}: {message_of(error)}"
+        raise UnrepeatableError(f"{type(owner).__name__} cannot be copied: {why}") from None
 
 
 def _attribute(name: str, value: Any, memo: dict[int, Any]) -> Any:
