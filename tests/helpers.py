@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
+import re
+import sys
+import types
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -34,6 +39,19 @@ from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.torchkit.devices import MemoryLimit
 
 CPU = torch.device("cpu")
+
+
+def run_printed(code: str, names: dict[str, Any]) -> dict[str, Any]:
+    """The names after printed ``code``; ``names`` are those of the user's file, which the code imports, or is in."""
+    modules = {}
+    for name in re.findall(r"^from (\w+) import", code, re.MULTILINE):
+        if importlib.util.find_spec(name) is None:
+            modules[name] = types.ModuleType(name)
+            vars(modules[name]).update(names)
+    after = {**names}
+    with mock.patch.dict(sys.modules, modules):
+        exec(compile(code, "pasted.py", "exec"), after)
+    return after
 
 
 def screen_of(result: ScanResult, *, width: int = 100, verbose: bool = False) -> str:

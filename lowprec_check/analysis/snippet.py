@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from lowprec_check.analysis.code_names import with_names, without_rebinding
 from lowprec_check.catalog.versions import release_of, version_key
 from lowprec_check.schema.axes import BACKENDS, Backend, calibrates, device_type, project_of
 from lowprec_check.schema.measures import InputLayout
@@ -100,12 +101,16 @@ def snippet(
     # one with statement for both contexts
     context = ", ".join(filter(None, ("with torch.no_grad()", code.autocast)))
     called = [f"    {line}" for line in (*code.inside, f"output = {model.call}")]
-    return "\n".join(code.with_lines(f"{context}:", *called))
+    return code.with_lines(f"{context}:", *called)
 
 
 class ModelCode(NamedTuple):
     """Code that prepares a model and its inputs."""
 
+    place: str
+    """Where the code belongs, as a comment: a line of a script; empty if it stands alone."""
+    names: dict[str, str]
+    """By ``model`` and ``inputs``, the expressions for them at that place, if they differ."""
     imports: list[str]
     body: list[str]  # lines, some of them several, that set `model` and `inputs`
     autocast: str | None
@@ -113,13 +118,17 @@ class ModelCode(NamedTuple):
     inside: tuple[str, ...]  # lines inside the context of the call, before it
     conversion: Conversion  # what happens to the tensors of the inputs
 
-    def with_lines(self, *more: str) -> list[str]:
+    def with_lines(self, *more: str) -> str:
         """All imports that are needed, an empty line, the lines of the body, and ``more``."""
         lines = [*self.body, *more]
         imports = [*self.imports]
         if any("tree_map_only" in line for line in lines):
             imports.append("from torch.utils._pytree import tree_map_only")
-        return [*imports, "", *lines]
+        if self.names and not any("torch." in line for line in lines):
+            imports.remove("import torch")
+        separated = [*imports, "", *lines] if imports else lines
+        code = with_names(without_rebinding("\n".join(separated)), self.names)
+        return "\n".join(filter(None, [self.place, code]))
 
 
 def prepare(
@@ -135,18 +144,18 @@ def prepare(
     precision, device = PRECISIONS.get(key.precision), device_type(key.device)
     since, provider = _IN_TORCH.get(device, ("", ""))  # a newer torch provides the device itself
     is_old = bool(since and torch_version) and version_key(release_of(torch_version)) < version_key(since)
-    imports = ["import torch", *([provider] if is_old else [])]
-    # the file's function `inputs` is hidden by its result: calibration is computed before
-    body: list[str] = []
-    hides_function = any(line.startswith("inputs = inputs(") for line in model.setup)
+    place = model.setup[0] if model.setup and model.setup[0].startswith("# in ") else ""
+    made = model.setup[bool(place) :]
+    imports = [line for line in made if line.startswith(("import ", "from "))]
+    body = [line for line in made if line not in imports]
+    # inside the file, its function `inputs` is hidden by its result: calibration is computed before
+    hides_function = not imports and any(line.startswith("inputs = inputs(") for line in body)
     if hides_function and model.calibration and calibrates(key.backend):
-        body.append(f"batches = list({model.calibration})  # which may call inputs()")
+        body.insert(0, f"batches = list({model.calibration})  # which may call inputs()")
         model = msgspec.structs.replace(model, calibration="batches")
-    for line in model.setup:
-        lines = imports if line.startswith(("import ", "from ")) else body
-        lines.append(line)
+    imports = ["import torch", *([provider] if is_old else []), *imports]
     if device != "cpu" and model.kind != "function":
-        body.append(f'model = model.to("{key.device}")')
+        _apply(body, "model", f'to("{key.device}")')
     autocast, conversion = None, conversion_of(key)
     if precision.kind == "autocast":
         if keep_fp32:
@@ -162,17 +171,35 @@ def prepare(
             untie = _UNTIE.format(paths=_listed(untied, indent=4), dtype=dtype) if untied else ""
             body.append(_UNDER_CAST.format(cast=cast, dtype=dtype, untie=untie, names=_listed(keep_fp32)))
         elif model.kind != "function":
-            body.append(f"model = model.{cast}")
+            _apply(body, "model", cast)
     elif precision.snippet is not None:
         body.append(precision.snippet(device, keep_fp32))
     if key.memory_format != CONTIGUOUS:
-        body.append(f"model = model.to(memory_format=torch.{key.memory_format})")
-    body += convert_inputs(model, conversion, keep_fp32_inputs)
+        _apply(body, "model", f"to(memory_format=torch.{key.memory_format})")
+    converted = convert_inputs(model, conversion, keep_fp32_inputs)
+    if model.castable and model.layout.kind == "tensor" and converted:
+        _apply(body, "inputs", converted[0].removeprefix("inputs = inputs."), in_place=False)
+    else:
+        body += converted
     # a backend compiles what was prepared before
     backend = BACKENDS.get(key.backend).code(key, model)
     imports += backend.imports
     body += backend.before
-    return ModelCode(imports, body, autocast, backend.inside, conversion)
+    return ModelCode(place, model.names, imports, body, autocast, backend.inside, conversion)
+
+
+def _apply(body: list[str], name: str, method: str, *, in_place: bool = True) -> None:
+    """Add a call of a method that returns what it changes: to the line that makes it, if that is
+    possible.
+    """
+    for index, line in reversed([*enumerate(body)]):
+        if re.search(rf"\b{name}\b", line):
+            is_made = line.startswith(f"{name} = ") and line.endswith((")", "]")) and "\n" not in line
+            if is_made or (in_place and re.fullmatch(rf"{name}(\.[^#\n]*\))", line)):
+                body[index] = f"{line}.{method}"
+                return
+            break
+    body.append(f"{name}.{method}" if in_place else f"{name} = {name}.{method}")
 
 
 def _listed(names: Sequence[str], *, indent: int = 0) -> str:
@@ -266,10 +293,14 @@ def convert_inputs(model: ModelInfo, conversion: Conversion, in_fp32: Sequence[s
     if layout.kind == "tensor":
         return [f"inputs = {converted('', 'inputs')}"]
     if layout.kind == "mapping" and len(concerned) <= _LISTED:
-        items = {key: f"inputs[{json.dumps(key)}]" for key in concerned}
-        return [f"{item} = {converted(key, item)}" for key, item in items.items()]
+        items = [f"{json.dumps(key)}: {converted(key, f'inputs[{json.dumps(key)}]')}" for key in concerned]
+        return [f"inputs = {{**inputs, {', '.join(items)}}}"]
     if layout.kind == "sequence" and len(concerned) <= _LISTED:
-        return ["inputs = list(inputs)", *(f"inputs[{key}] = {converted(key, f'inputs[{key}]')}" for key in concerned)]
+        # up to the last one that changes, and the rest as it is
+        count = max(map(int, concerned)) + 1
+        elements = [f"inputs[{number}]" for number in range(count)]
+        items = [converted(str(n), code) if str(n) in concerned else code for n, code in enumerate(elements)]
+        return [f"inputs = [{', '.join(items)}, *inputs[{count}:]]"]
     return convert_nested(conversion, "inputs", list(code_of))
 
 

@@ -37,7 +37,7 @@ from lowprec_check.schema.precisions import LOW_FORMATS
 from lowprec_check.schema.registry import choices
 from lowprec_check.schema.scan_result import ScanResult
 from lowprec_check.schema.scanned_model import DECISIVE_NOTES
-from lowprec_check.schema.statements import Statement, agree, counted, fill
+from lowprec_check.schema.statements import Statement, agree, counted, fill, say
 
 _SHOWN_REASONS, _MOST_REASONS = 2, 3
 """Reasons why other runs fail that follow the verdict on the first screen, and elsewhere."""
@@ -323,9 +323,29 @@ def _code(result: ScanResult) -> Iterator[Block]:
         return
     if best.stay_in_fp32:
         name = best.label if run is not None else "it"
-        yield Fold(f"To use {name} nevertheless", [CodeBlock(best.code)], detail="more")
+        yield Fold(f"To use {name} nevertheless", code_blocks(result), detail="more")
     elif best.code:
-        yield CodeBlock(best.code)
+        yield from code_blocks(result)
+
+
+def code_blocks(result: ScanResult) -> list[Block]:
+    """The recommended code, and what happened when it was executed."""
+    best, trial = result.recommendation, result.code_trial
+    if best is None:
+        return []
+    blocks: list[Block] = [CodeBlock(best.code)]
+    if trial is None or trial.code != best.code:
+        return blocks
+    if trial.status == "ran":
+        error = say("{error:error}", error=trial.rel_l2).text if trial.rel_l2 is not None else ""
+        ran = Say(f"This code ran in a fresh interpreter{fill(', error {}', error)}.")
+        blocks.append(Fold("Whether the code runs", [ran], detail="more"))
+    elif trial.status == "not run":
+        blocks.append(Say(f"This code was not executed: {trial.reason}.", "warn", "note"))
+    else:
+        did = "fails" if trial.status == "failed" else "does otherwise"
+        blocks.append(Say(f"This code {did} in a fresh interpreter: {trial.reason}.", "warn", "note"))
+    return blocks
 
 
 # -- A result at a prompt and in a notebook: ``repr(result)``, and its first screen as HTML

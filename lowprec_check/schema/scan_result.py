@@ -16,6 +16,7 @@ import msgspec
 from lowprec_check.schema.axes import lowers_precision
 from lowprec_check.schema.backend_checks import BackendCheck, CompilerCheck
 from lowprec_check.schema.base import Struct, decode, encoded, write_file
+from lowprec_check.schema.code_trial import CodeTrial
 from lowprec_check.schema.columns import Columns, Part, columns_of
 from lowprec_check.schema.findings import (
     Diagnostic,
@@ -379,6 +380,8 @@ class ScanResult(Struct, frozen=True, kw_only=True):
     """What a command said of the target: its ``--inputs`` and ``--weights``, and ``--`` with the
     arguments of a script; ``None`` if no command made the scan.
     """
+    code_trial: CodeTrial | None = None
+    """What happened when the recommended code was executed; ``None`` if it was not tried."""
     digest: str | None = None
     """SHA-256 of source files and fp32's output, with streamed weights: what resuming needs."""
 

@@ -46,6 +46,8 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     """The file's calibration batches, as code; empty if the inputs calibrate."""
     setup: list[str] = []
     """Code that makes ``model`` and ``inputs`` from the file's definitions."""
+    names: dict[str, str] = {}
+    """By ``model`` and ``inputs``, the expressions for them in the script that calls the model."""
     castable: bool = True
     """Whether ``tree_map`` reaches every tensor of the inputs."""
     layout: InputLayout = InputLayout(kind="nested")

@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import Call, Mlp, run_bare
 from generated import Overflow, Project, build, inputs
-from helpers import scan_here
+from helpers import run_printed, scan_here
 from torch import Tensor, nn
 
 import lowprec_check
@@ -364,7 +364,8 @@ def test_pasted_code_works_in_the_file(tmp_path: Path, model: str, given: str, p
     advice = ScanResult.load(saved).recommendation
     assert advice is not None
     space: dict[str, Any] = {}
-    exec(f"{path.read_text()}\n{advice.code}", space)
+    exec(path.read_text(), space)
+    space = run_printed(advice.code, space)
     assert space["output"].dtype == (torch.half if precision == "half" else torch.bfloat16)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import keyword
 import os
 import re
 import sys
@@ -167,6 +168,7 @@ def _load_from_module(spec: str, inputs: tuple[str, ...], steps: int) -> Target:
             raise error from None
         return _target_of_call(script.ran.call, script, inputs, steps)
     made_at = file_start(module)
+    place = _place_of_code(module, name, call, None if is_file else path)
     title = None
     if attribute:
         title = f"{Path(path).stem if is_file else path}:{name}"
@@ -177,7 +179,9 @@ def _load_from_module(spec: str, inputs: tuple[str, ...], steps: int) -> Target:
         source=definition_line(module, name) if made_at else None,
         made_at=made_at,
         taken=f"{name} of {os.path.basename(display_name(module))}{other_inputs}",
-        setup=_setup(module, name, code, inputs, None if is_file else path),
+        setup=_setup(module, name, code, inputs, place, steps),
+        namespace=vars(module) if place.is_inside else None,
+        folder=place.folder,
         notes=(*notes, *_stopped(None if steps else call, module)),
         **_other_parts(module, inputs),
     )
@@ -262,10 +266,33 @@ def _target_of_call(call: ModelCall | None, script: UserModule, inputs: tuple[st
         _inputs_of(call) if new_inputs is None else new_inputs,
         source=call.line,
         taken="; ".join([f"called at {call.line}, the first call of a model in the script", *call.passed_over]),
-        setup=(f"# before {call.line}: `model` is the model that this line calls, `inputs` what it is called with",),
+        setup=_setup_of_call(call, module, new_inputs is not None),
+        names=_names_of_call(call, new_inputs is not None),
+        namespace=call.namespace,
         notes=(*notes, *([NOT_TRAINED] if steps else [])),
         **parts,
     )
+
+
+def _setup_of_call(call: ModelCall, module: types.ModuleType, other_inputs: bool) -> tuple[str, ...]:
+    """Where code belongs that runs the model of a script, in its own names if it has such."""
+    file, _, number = (call.line or "the script").rpartition(":")
+    if not call.names or other_inputs:
+        return (f"# in {file}, line {number}: `model` is the model that it calls, `inputs` what it is called with",)
+    model, inputs = call.names["model"], call.names["inputs"]
+    made_at = definition_line(module, model)
+    made = f", made in line {made_at.rpartition(':')[2]}," if made_at else ""
+    setup = [f"# in {file}, line {number}, where `{model}`{made} is called:"]
+    if not inputs.isidentifier():
+        setup.append(f"inputs = {inputs}")
+    return tuple(setup)
+
+
+def _names_of_call(call: ModelCall, other_inputs: bool) -> dict[str, str]:
+    """The names of the model and the inputs in a script; without other inputs than its own."""
+    if other_inputs:
+        return {}
+    return {name: code for name, code in call.names.items() if name == "model" or code.isidentifier()}
 
 
 def _inputs_of(call: ModelCall) -> Any:
@@ -355,26 +382,65 @@ def _find_model(module: types.ModuleType, attribute: str | None) -> tuple[str, A
     raise _UndefinedError(problem, "Define `model`: a torch.nn.Module, or a function that returns one.")
 
 
+class _Place(NamedTuple):
+    """Where printed code belongs: in a file that imports the user's module, or inside that."""
+
+    imported: str
+    """The name to import; empty inside the file."""
+    said: str
+    """As a comment."""
+    folder: str | None = None
+    """Where it is imported."""
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the code belongs into the user's file."""
+        return not self.imported
+
+
+def _place_of_code(module: types.ModuleType, name: str, call: ModelCall | None, dotted: str | None) -> _Place:
+    """Where code belongs that uses what ``module`` defines; ``call`` is where its run was left."""
+    if dotted is not None:
+        return _Place(dotted, "", os.getcwd())
+    words = module.__name__.split(".")
+    is_name = all(word.isidentifier() and not keyword.iskeyword(word) for word in words)
+    file = display_name(module)
+    if call is not None or not is_name or words[0].startswith("_lowprec_target_"):
+        # An import would run the rest of the file, or cannot name it.
+        lines = filter(None, (definition_line(module, defined) for defined in (name, "inputs")))
+        numbers = [int(line.rpartition(":")[2]) for line in lines]
+        if call is not None and numbers:
+            return _Place("", f"# in {file}, after line {max(numbers)}:")
+        return _Place("", f"# in {file}, at its end:")
+    folder = Path(module.__file__ or "").resolve().parents[len(words) - 1]
+    if folder == Path.cwd():
+        return _Place(module.__name__, "", str(folder))
+    return _Place(module.__name__, f"  # in the folder {os.path.relpath(folder)}", str(folder))
+
+
 def _setup(
-    module: types.ModuleType, name: str, made: str, inputs: tuple[str, ...], imported: str | None
+    module: types.ModuleType, name: str, made: str, inputs: tuple[str, ...], place: _Place, steps: int
 ) -> tuple[str, ...]:
-    """Code that makes ``model``, by the line ``made``, and ``inputs``, perhaps ``imported``."""
-    lines = []
+    """Code that makes ``model``, by the line ``made``, and ``inputs``, at its ``place``."""
+    lines = [place.said] if place.is_inside else []
     uses_inputs = not inputs and not made.startswith(_BOTH)
-    if imported is not None:
+    uses_criterion = _criterion(module) is not None and not callable(attribute_of(module, "loss"))
+    if not place.is_inside:
         names = [name]
         if uses_inputs:
             names.append("inputs")
-        if attribute_of(module, "calibration") is not None:
-            names.append("calibration")
-        lines.append(f"from {imported} import {', '.join(names)}")
+        parts = ["calibration"]
+        if steps:
+            parts += ["criterion" if uses_criterion else "loss", "optimizer", "average"]
+        names += [part for part in parts if attribute_of(module, part) is not None]
+        lines.append(f"from {place.imported} import {', '.join(names)}{place.said}")
     if made:
         lines.append(made)
     if inputs:
         lines.append(f"inputs = {inputs_code(parse_inputs(inputs))}")
     elif uses_inputs:
         lines += call_code(attribute_of(module, "inputs"))
-    if imported is None and _criterion(module) is not None and not callable(attribute_of(module, "loss")):
+    if uses_criterion and (steps or place.is_inside):
         lines.append("loss = criterion")
     return tuple(lines)
 

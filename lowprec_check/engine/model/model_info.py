@@ -63,6 +63,7 @@ def describe_target(target: Target, fp32: Run, *, trains: bool = False, batches:
         call=target.form,
         calibration=target.calibration_code,
         setup=setup,
+        names=target.names,
         castable=tensors_in_pytree == sum(1 for _ in leaves(inputs)),
         layout=_layout(target),
         taken=target.taken,

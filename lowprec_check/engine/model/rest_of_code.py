@@ -10,12 +10,12 @@ import functools
 import inspect
 import linecache
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from lowprec_check.engine.model.user_code import parsing
 from lowprec_check.torchkit.pytree import attributes_of
@@ -300,7 +300,7 @@ def _comprehensions_around(statement: ast.stmt, frame: FrameType) -> list[ast.AS
     """The comprehensions of a statement around the call, if they have no frames of their own."""
     if not _COMPREHENSIONS_ARE_INLINED:
         return []
-    place = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
+    place = _place_of(frame)
     comprehensions: list[ast.AST] = []
     for node in ast.walk(statement):
         if isinstance(node, _COMPREHENSIONS):
@@ -310,6 +310,43 @@ def _comprehensions_around(statement: ast.stmt, frame: FrameType) -> list[ast.AS
             if any((c.lineno, c.end_lineno, c.col_offset, c.end_col_offset) == place for c in calls):
                 comprehensions.append(node)
     return comprehensions
+
+
+def expressions_of_call(
+    frame: FrameType, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[dict[str, str], dict[str, Any] | None]:
+    """How the user's code that calls a model in ``frame`` writes it and its inputs, and what names
+    mean there; nothing if another's code calls it, or Python does not know where in the line.
+    """
+    tree, place = source_tree(frame.f_code.co_filename), _place_of(frame)
+    if tree is None or not is_own_file(frame.f_code.co_filename) or None in place:
+        return {}, None
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    node = next((c for c in calls if (c.lineno, c.end_lineno, c.col_offset, c.end_col_offset) == place), None)
+    if node is None or not isinstance(node.func, (ast.Name, ast.Attribute)):
+        return {}, None
+    written = [ast.unparse(argument) for argument in node.args]
+    keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+    if any(isinstance(argument, ast.Starred) for argument in node.args) or len(written) != len(args):
+        return {}, None
+    if not keywords and len(written) == 1 and isinstance(args[0], Tensor):
+        inputs = written[0]
+    elif written and not keywords:
+        inputs = f"({', '.join(written)}{',' * (len(written) == 1)})"
+    elif keywords.keys() == {None} and not written:
+        inputs = keywords[None]
+    elif not written and keywords.keys() == kwargs.keys():
+        inputs = "{" + ", ".join(f'"{name}": {value}' for name, value in keywords.items()) + "}"
+    else:
+        return {}, None
+    return {"model": ast.unparse(node.func), "inputs": inputs}, {**frame.f_globals, **frame.f_locals}
+
+
+def _place_of(frame: FrameType) -> tuple[int | None, ...]:
+    """First and last line, first and last column of what a frame computes; Python 3.11 knows."""
+    if not hasattr(frame.f_code, "co_positions"):
+        return (None,) * 4
+    return next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
 
 
 def _definition(code: CodeType) -> ast.FunctionDef | ast.AsyncFunctionDef | None:

@@ -81,6 +81,12 @@ class Target(NamedTuple):
     """How ``inputs`` are given to the model, as code."""
     setup: tuple[str, ...] = ()
     """Lines of code that set ``model`` and ``inputs``, from what the file defines."""
+    names: dict[str, str] = {}
+    """The expressions for ``model`` and ``inputs`` in the script that calls the model."""
+    namespace: dict[str, Any] | None = None
+    """What names mean where printed code belongs; ``None`` if it stands alone."""
+    folder: str | None = None
+    """Where printed code imports the user's file, if it does."""
     notes: tuple[str, ...] = ()
     make_batch: Callable[[int], Any] | None = None
     """The inputs of batch 0, 1, 2, …, seeded or from torch's generator; ``None`` if fixed."""

@@ -28,7 +28,7 @@ from lowprec_check.engine.model.model_making import Making, made_by_constructor,
 from lowprec_check.engine.model.observed_step import SECONDS, StepObserver
 from lowprec_check.engine.model.observed_training import ObservedTraining
 from lowprec_check.engine.model.outside_effects import OutsideEffects
-from lowprec_check.engine.model.rest_of_code import is_module
+from lowprec_check.engine.model.rest_of_code import expressions_of_call, is_module
 from lowprec_check.engine.model.user_surroundings import Surroundings, exit_handlers_of_the_user
 from lowprec_check.errors import UsageError
 from lowprec_check.process.function_worker import end_if_forked
@@ -42,6 +42,10 @@ class ModelCall(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     line: str | None  # `train.py:40`
+    names: dict[str, str] = {}
+    """By ``model`` and ``inputs``, the expressions for them in that line, if it has such."""
+    namespace: dict[str, Any] | None = None
+    """What names mean there."""
     passed_over: tuple[str, ...] = ()
     """Earlier calls that make a model: ``the call at train.py:12 initializes lazy layers``."""
 
@@ -252,7 +256,8 @@ class _Running:
             return self._make(module, args, kwargs)
         if not is_next:
             reasons = dict.fromkeys(f"the call at {call.line} {making.why}" for call, making in self._passed_over)
-            call = ModelCall(module, args, kwargs, own_line(frame) or source_line(frame), tuple(reasons))
+            line, (names, namespace) = own_line(frame) or source_line(frame), expressions_of_call(frame, args, kwargs)
+            call = ModelCall(module, args, kwargs, line, names, namespace, tuple(reasons))
             making = None
             if self._observer is None:
                 making = part_of_making(module, frame)

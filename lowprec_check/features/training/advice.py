@@ -89,7 +89,7 @@ def training_code(
     if setup.new_batches:
         head += f"  # the scan had {fill('{} batches, in turn', setup.batches) or 'another batch for each'}"
     lines += [head, *(f"    {line}" for line in step)]
-    return "\n".join(found.with_lines(*lines))
+    return found.with_lines(*lines)
 
 
 def _step_lines(setup: TrainingSetup, updates: Sequence[_Updates], passes: Sequence[str]) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import EXAMPLES, ROOT, Call, SharedScan
+from helpers import run_printed
 from torch import nn
 from user_files import NET
 
@@ -228,8 +229,8 @@ inputs = {inputs}"""
     running = {*threading.enumerate(), *multiprocessing.active_children()}
     target = load_target(str(write(text)))
     assert {*threading.enumerate(), *multiprocessing.active_children()} <= running
-    assert target.setup == (f"inputs = {code}",)
-    names = run_code(text, target.setup[0])
+    assert target.setup[1:] == (f"inputs = {code}",)
+    names = run_code(text, "\n".join(target.setup))
     mine, pasted = target.model(*target.args, **target.kwargs), eval(target.form, names)
     assert mine.shape == pasted.shape
 
@@ -273,7 +274,7 @@ def test_inputs_that_need_the_number_of_the_batch(here: Path, write: Write) -> N
     target = load_target(str(write(text)))
     assert target.args[0].max() == 0
     assert target.batch(2).args[0].max() == 2
-    assert run_code(text, target.setup[0])["inputs"].shape == (4, 3)
+    assert run_code(text, "\n".join(target.setup))["inputs"].shape == (4, 3)
 
 
 def test_a_default_of_the_inputs_is_kept_for_the_first_batch(here: Path, write: Write) -> None:
@@ -601,45 +602,44 @@ def run_code(text: str, code: str) -> dict[str, Any]:
     seed_everything(0)
     exec(compile(text, "mymodel.py", "exec"), names)
     ast.parse(code)
-    exec(compile(code, "pasted.py", "exec"), names)
-    return names
+    return run_printed(code, names)
 
 
 FORMS = {
-    "one tensor": ("model = Net().eval()\ninputs = torch.randn(4, 3)", "", (), "inputs = inputs.half()"),
+    "one tensor": ("model = Net().eval()\ninputs = torch.randn(4, 3)", "", (), "x = inputs.half()"),
     "integers": (
         "model = nn.Embedding(5, 3).eval()\ninputs = torch.tensor([1, 2])",
         "",
         (),
-        "model = model.half()\nwith torch.no_grad():",
+        "model.half()\nwith torch.no_grad():",
     ),
     "a tuple": (
         "model = Net().eval()\ninputs = (torch.randn(4, 3), 2.0)",
         "",
         (),
-        "inputs = list(inputs)\ninputs[0] = inputs[0].half()",
+        "x = [inputs[0].half(), *inputs[1:]]",
     ),
     "a dict": (
         "model = Net().eval()\ninputs = {'x': torch.randn(4, 3), 'scale': 2.0}",
         "",
         (),
-        'inputs["x"] = inputs["x"].half()',
+        'x = {**inputs, "x": inputs["x"].half()}',
     ),
     "nested": (
         "class Sum(nn.Linear):\n    def forward(self, xs):\n        return super().forward(xs[0] + xs[1])\n"
         "model = Sum(3, 2).eval()\ninputs = ([torch.randn(4, 3), torch.randn(4, 3)],)",
         "",
         (),
-        "inputs = tree_map_only(",
+        "x = tree_map_only(",
     ),
     "functions": (
         "def model():\n    return Net().eval()\ndef inputs():\n    return torch.randn(4, 3)",
         "",
         (),
-        "model = model()\ninputs = inputs()\nmodel = model.half()",
+        "net = model().half()\nx = inputs().half()",
     ),
     "an attribute": ("other = Net().eval()\ninputs = torch.randn(4, 3)", ":other", (), "model = other\n"),
-    "a class and shapes": ("", ":Net", ("4x3",), "model = Net()\ninputs = torch.randn(4, 3)\n"),
+    "a class and shapes": ("", ":Net", ("4x3",), "model = Net().half()\ninputs = torch.randn(4, 3).half()\n"),
     "named shapes": (
         "model = Net().eval()",
         "",
@@ -653,7 +653,7 @@ FORMS = {
         ("40x3", "5:int64", "5x2:bool"),
         "inputs = (torch.randn(40, 3), torch.randint(",
     ),
-    "a data loader": (LOADER, "", (), "inputs = next(iter(inputs))[0]"),
+    "a data loader": (LOADER, "", (), "x = next(iter(inputs))[0].half()"),
     "a list as one argument": (
         "class Sum(nn.Linear):\n    def forward(self, xs):\n        return super().forward(xs[0] + xs[1])\n"
         "model = Sum(3, 2).eval()\ninputs = [torch.randn(4, 3), torch.randn(4, 3)]",
@@ -672,7 +672,7 @@ FORMS = {
         "import numpy\nmodel = Net().eval()\ninputs = (numpy.ones((4, 3)), 2.0)",
         "",
         (),
-        "inputs = (torch.from_numpy(inputs[0]).float(), inputs[1])",
+        "x = (torch.from_numpy(inputs[0]).float(), inputs[1])",
     ),
     "nested arrays": (
         "import numpy\nclass At(nn.Linear):\n    def forward(self, x):\n"
@@ -680,20 +680,20 @@ FORMS = {
         "inputs = ({'a': [numpy.ones((4, 3))], 'b': numpy.array([1, 2])},)",
         "",
         (),
-        "inputs = tree_map_only(numpy.ndarray, ",
+        "x = tree_map_only(numpy.ndarray, ",
     ),
     "made in inference mode": (
         "with torch.inference_mode():\n    model = Net().eval()\ninputs = torch.randn(4, 3)",
         "",
         (),
-        "model = copy.deepcopy(model)",
+        "net = copy.deepcopy(model)",
     ),
     "an array": ("import numpy\nmodel = Net().eval()\ninputs = numpy.ones((4, 3))", "", (), "torch.from_numpy(inputs)"),
     "data parallel": (
         "model = nn.DataParallel(Net()).eval()\ninputs = torch.randn(4, 3)",
         "",
         (),
-        "model = model.module",
+        "net = model.module",
     ),
     "lazy": ("model = nn.LazyLinear(2).eval()\ninputs = torch.randn(4, 3)", "", (), "model(inputs)  # initializes"),
 }
@@ -714,7 +714,7 @@ def test_the_printed_code_of_a_package_imports_it(here: Path, write: Write, monk
     write("", "parts/__init__.py")
     write(NET + "inputs = torch.randn(4, 3)\n", "parts/net.py")
     monkeypatch.syspath_prepend(str(here))
-    expected = "import torch\nfrom parts.net import Net, inputs\n\nmodel = Net()\n"
+    expected = "import torch\nfrom parts.net import Net, inputs\n\nmodel = Net().half()\n"
     target = load_target("parts.net:Net")
     result = scan(target.model, target.args[0], precisions="half", isolation="none", times="off")
     info = __import__("msgspec").structs.replace(result.model, setup=list(target.setup))
