@@ -138,7 +138,7 @@ def _load_from_module(spec: str, inputs: tuple[str, ...], steps: int) -> Target:
         imported = import_file(Path(path), names, steps if is_script else 0)
     else:
         imported = import_name(path, names)
-    module, (call, notes, _) = imported
+    module, (call, notes, _, was_left) = imported
     # What only the script does below its main guard needs another run, as the main program; not if
     # the file defines a loss or an optimizer
     script = None
@@ -168,7 +168,7 @@ def _load_from_module(spec: str, inputs: tuple[str, ...], steps: int) -> Target:
             raise error from None
         return _target_of_call(script.ran.call, script, inputs, steps)
     made_at = file_start(module)
-    place = _place_of_code(module, name, call, None if is_file else path)
+    place = _place_of_code(module, name, None if is_file else path, was_left=was_left)
     title = None
     if attribute:
         title = f"{Path(path).stem if is_file else path}:{name}"
@@ -398,18 +398,18 @@ class _Place(NamedTuple):
         return not self.imported
 
 
-def _place_of_code(module: types.ModuleType, name: str, call: ModelCall | None, dotted: str | None) -> _Place:
-    """Where code belongs that uses what ``module`` defines; ``call`` is where its run was left."""
+def _place_of_code(module: types.ModuleType, name: str, dotted: str | None, *, was_left: bool) -> _Place:
+    """Where code belongs that uses what ``module`` defines; an import runs what ``was_left``."""
     if dotted is not None:
         return _Place(dotted, "", os.getcwd())
     words = module.__name__.split(".")
     is_name = all(word.isidentifier() and not keyword.iskeyword(word) for word in words)
     file = display_name(module)
-    if call is not None or not is_name or words[0].startswith("_lowprec_target_"):
+    if was_left or not is_name or words[0].startswith("_lowprec_target_"):
         # An import would run the rest of the file, or cannot name it.
         lines = filter(None, (definition_line(module, defined) for defined in (name, "inputs")))
         numbers = [int(line.rpartition(":")[2]) for line in lines]
-        if call is not None and numbers:
+        if was_left and numbers:
             return _Place("", f"# in {file}, after line {max(numbers)}:")
         return _Place("", f"# in {file}, at its end:")
     folder = Path(module.__file__ or "").resolve().parents[len(words) - 1]

@@ -57,6 +57,7 @@ class Ran(NamedTuple):
     """The first call of a model, where it stopped unless observed; ``None`` at the code's end."""
     notes: tuple[str, ...]  # what was done to keep the user's files as they are
     training: ObservedTraining | None = None  # its training, if that was observed and there is any
+    was_left: bool = False  # whether an import would run more of it
 
     @property
     def uses_model(self) -> bool:
@@ -179,7 +180,7 @@ def run_to_first_call(
     notes = (*files.notes, *outside.notes)
     if running.has_left and running.is_overdue and defined is not None:
         notes = (*notes, _LEFT)
-    return Ran(call, notes)
+    return Ran(call, notes, was_left=running.has_left)
 
 
 _LEFT = (

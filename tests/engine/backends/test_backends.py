@@ -200,7 +200,7 @@ def test_channels_last_rows_equal_the_printed_code() -> None:
     )
     assert check_rows(result, conv_net, conv_net_output()) == 6
     code = snippet(RunKey("bfloat16", memory_format="channels_last"), result.model)
-    assert "model = model.to(memory_format=torch.channels_last)" in code
+    assert "model.to(memory_format=torch.channels_last)" in code
     assert "inputs = inputs.to(torch.bfloat16, memory_format=torch.channels_last)" in code
 
 
