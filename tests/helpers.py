@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
 import re
 import sys
@@ -44,8 +43,8 @@ CPU = torch.device("cpu")
 def run_printed(code: str, names: dict[str, Any]) -> dict[str, Any]:
     """The names after printed ``code``; ``names`` are those of the user's file, which the code imports, or is in."""
     modules = {}
-    for name in re.findall(r"^from (\w+) import", code, re.MULTILINE):
-        if importlib.util.find_spec(name) is None:
+    for name, imported in re.findall(r"^from (\w+) import (\w+)", code, re.MULTILINE):
+        if imported in names:
             modules[name] = types.ModuleType(name)
             vars(modules[name]).update(names)
     after = {**names}

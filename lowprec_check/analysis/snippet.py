@@ -194,7 +194,7 @@ def _apply(body: list[str], name: str, method: str, *, in_place: bool = True) ->
     """
     for index, line in reversed([*enumerate(body)]):
         if re.search(rf"\b{name}\b", line):
-            is_made = line.startswith(f"{name} = ") and line.endswith((")", "]")) and "\n" not in line
+            is_made = re.fullmatch(rf"{name} = [^#\n]*[)\]]", line)
             if is_made or (in_place and re.fullmatch(rf"{name}(\.[^#\n]*\))", line)):
                 body[index] = f"{line}.{method}"
                 return

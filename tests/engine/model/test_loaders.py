@@ -659,7 +659,7 @@ FORMS = {
         "model = Sum(3, 2).eval()\ninputs = [torch.randn(4, 3), torch.randn(4, 3)]",
         "",
         (),
-        "output = model(inputs)",
+        "output = model(x)",
     ),
     "arrays of several dtypes": (
         "import numpy\nclass At(nn.Linear):\n    def forward(self, x, ids):\n        return super().forward(x)[ids]\n"
@@ -680,7 +680,7 @@ FORMS = {
         "inputs = ({'a': [numpy.ones((4, 3))], 'b': numpy.array([1, 2])},)",
         "",
         (),
-        "x = tree_map_only(numpy.ndarray, ",
+        "x_ = tree_map_only(numpy.ndarray, ",
     ),
     "made in inference mode": (
         "with torch.inference_mode():\n    model = Net().eval()\ninputs = torch.randn(4, 3)",
