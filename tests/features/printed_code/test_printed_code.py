@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 from conftest import Call
+from helpers import screen_of
 from shared_result import shared_result
 from user_files import NET
 
@@ -18,8 +19,6 @@ from lowprec_check.analysis.snippet import snippet
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.model_info import describe_target
 from lowprec_check.features.printed_code.execution import Request, executed
-from lowprec_check.report.layout.text import text
-from lowprec_check.report.scan_document import scan_document
 from lowprec_check.schema.code_trial import CodeTrial
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import Run
@@ -115,5 +114,5 @@ def test_reports_say_whether_code_ran(status: str, said: str) -> None:
     result = shared_result()
     assert result.recommendation is not None
     trial = CodeTrial(code=result.recommendation.code, status=status, reason="why")  # type: ignore[arg-type]
-    shown = text(scan_document(msgspec.structs.replace(result, code_trial=trial)))
+    shown = screen_of(msgspec.structs.replace(result, code_trial=trial), verbose=True)
     assert said in " ".join(shown.split())
