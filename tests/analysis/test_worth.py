@@ -328,6 +328,7 @@ def one(median: float, low: float, high: float, memory: int, **options: Any) -> 
         ),
         (one(0.5, 0.4, 0.6, 8), "nothing", "Stay in fp32: half is slower and saves no memory", "➖"),
         (one(1.0, 0.9, 1.1, 8), "nothing", "Stay in fp32: half is not faster and saves no memory", "➖"),
+        (one(0.9, 0.85, 0.94, 8), "nothing", "Stay in fp32: half is not faster and saves no memory", "➖"),
         (one(1.0, 0.3, 3.0, 8), "unknown", "half passes (speed unclear)", "➖"),
     ],
 )

@@ -5,7 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from lowprec_check.analysis.recommend import SAME_MEMORY, action, changes_nothing, missing_runs, recommended_run
+from lowprec_check.analysis.recommend import (
+    SAME_MEMORY,
+    action,
+    changes_nothing,
+    loses_time,
+    missing_runs,
+    recommended_run,
+)
 from lowprec_check.analysis.run_summary import (
     CLOSE,
     candidates,
@@ -124,6 +131,8 @@ def _gains_nothing(run: Run | None, result: ScanResult) -> str:
     ratio, slower = None, False
     if run is not None:
         ratio, slower = memory_ratio(run, result.runs), speed(run, result.runs).told == "slower"
+        # a little slower is "not faster": noise does not change the verdict
+        slower = slower and loses_time(run, result.runs)
         if not slower and changes_nothing(run):
             return "computes nothing in 16 bits"
     is_slower, memory = "is slower" if slower else "is not faster", ""
