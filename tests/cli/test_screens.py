@@ -161,7 +161,7 @@ def test_a_plan_names_its_backend() -> None:
     assert RESULT.plan is not None
     plan = msgspec.structs.replace(RESULT.plan, backend="inductor")
     planning = Planning(target="net.py", model="Net", device="cpu", attempts=[], plan=plan)
-    assert f"Use {plan.base} · inductor with" in document_text(plan_document(planning))
+    assert f"{plan.base} · inductor passes with" in document_text(plan_document(planning))
 
 
 def test_a_table_of_other_backends_is_of_runs() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 
-from lowprec_check.analysis.speed import ALIKE, ratio_text
+from lowprec_check.analysis.speed import ALIKE, TOLD, ratio_text
 from lowprec_check.analysis.statements.advice import in_fp32
 from lowprec_check.analysis.suspects import kept_because
 from lowprec_check.report.blocks import Block, CodeBlock, Column, Detail, Document, Row, Say, Table, speed_of
@@ -53,8 +53,10 @@ def plan_document(planning: Planning) -> Document:
         if plan.kept:
             change = f"with {in_fp32(plan, len(plan.modules), plan)}"
         name = qualified(plan.base, plan.backend, plan.memory_format)
-        verdict = Say(f"Use {name} {change}", "good", "verdict")
-        if (plan.speedup or 1.0) < 1 / ALIKE:
+        verdict = Say(f"{name} passes {change}", "none", "verdict")
+        if (plan.speedup or 1.0) >= TOLD:
+            verdict = Say(f"Use {name} {change}", "good", "verdict")
+        elif (plan.speedup or 1.0) < 1 / ALIKE:
             verdict = Say(f"{name} passes {change}, but was slower than fp32 here", "warn", "verdict")
         # the proof follows the verdict, the code is last
         proof = chained(*_proof(plan), *_course(plan)).text
