@@ -63,8 +63,9 @@ def executed(request: Request) -> CodeTrial:
         return CodeTrial(code=request.code, status="failed", reason=reason)
     if not request.in_fp32:
         loss = after.get("step_loss")
-        is_finite = loss is None or bool(loss.isfinite().all())
-        return CodeTrial(code=request.code, status="ran" if is_finite else "differs", reason="its loss is not finite")
+        if loss is None or bool(loss.isfinite().all()):
+            return CodeTrial(code=request.code, status="ran")
+        return CodeTrial(code=request.code, status="differs", reason="its loss is not finite")
     compared = compare_outputs([tensor.detach() for _, tensor in leaves(after["output"])], expected)
     trial = CodeTrial(code=request.code, status="ran", rel_l2=compared.error.rel_l2)
     if request.tolerance is None or not compared.compared:
