@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lowprec_check.errors import UsageError
     from lowprec_check.features.plan.apply import apply
     from lowprec_check.features.plan.planner import find_plan
-    from lowprec_check.features.programs.models_of_program import Program, watch
+    from lowprec_check.features.programs.models_of_program import WatchedProgram, watch
     from lowprec_check.features.programs.program_scan import ProgramScan
     from lowprec_check.report.registry import ReportFormat, render
     from lowprec_check.schema.axes import Backend, Code, Device, Example, UnsupportedOpsError
@@ -43,7 +43,7 @@ _MODULES = {
         "engine.model.quantized_model": ("QuantizedModel", "load_quantized", "quantize"),
         "features.plan.apply": ("apply",),
         "features.plan.planner": ("find_plan",),
-        "features.programs.models_of_program": ("Program", "watch"),
+        "features.programs.models_of_program": ("WatchedProgram", "watch"),
         "features.programs.program_scan": ("ProgramScan",),
         "core.scan": ("scan",),
         "errors": ("UsageError",),
@@ -85,7 +85,6 @@ __all__ = [
     "Plan",
     "Planning",
     "Precision",
-    "Program",
     "ProgramScan",
     "QuantizedModel",
     "Recommendation",
@@ -98,6 +97,7 @@ __all__ = [
     "Share",
     "UnsupportedOpsError",
     "UsageError",
+    "WatchedProgram",
     "WayToTrain",
     "WhatIf",
     "WhatIfFormat",

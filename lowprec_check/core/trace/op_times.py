@@ -24,7 +24,7 @@ MOST_SECONDS = 3.0
 WIDE_CALLS = 2
 
 
-class OpTimes:
+class SlowOpTimes:
     """Sets the times of the rows of one run; calls alike are timed once."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ from lowprec_check.core.trace.journal import Journal
 from lowprec_check.core.trace.lockstep import GeneratorState, Lockstep, has_drawn, state_before
 from lowprec_check.core.trace.observers import End, OpObserver
 from lowprec_check.core.trace.op_errors import OpErrors, has_local_error, widened_arguments
-from lowprec_check.core.trace.op_times import OpTimes
+from lowprec_check.core.trace.op_times import SlowOpTimes
 from lowprec_check.core.trace.ops import has_narrow_dtype
 from lowprec_check.core.trace.places import CallSite, Places
 from lowprec_check.core.trace.twins import storage_key
@@ -68,7 +68,7 @@ class Recorder(DispatchMode):
         )
         flipped = self.execution.solver_failures.add
         self._op_errors = OpErrors(lockstep, flipped, local=errors == "both", count_flushed=underflows(low))
-        self._op_times = OpTimes()
+        self._op_times = SlowOpTimes()
         self._errors, self._timed, self._observers = errors, timed, observers
         self._on_line: dict[CallSite, dict[int, int]] = {}
 

@@ -218,7 +218,7 @@ class _Search:
         try:
             texts = tuple((str(source.path), text) for source, text in _texts(changes).items())
         except ValueError as error:  # two changes of one expression
-            return TriedScript(None, str(error))
+            return TriedScript(None, message_of(error))
         path, steps = os.path.abspath(self.spec.name), self.options.steps or STEPS
         is_first = not changes and arguments is None
         given = self.spec.arguments if arguments is None else tuple(arguments)

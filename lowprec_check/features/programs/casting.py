@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_check.engine.model.prepared import Application, application_of
-from lowprec_check.features.programs.choices import Choice, Choices
+from lowprec_check.features.programs.assignments import Assignment, Assignments
 from lowprec_check.features.programs.program_scan import CallError
-from lowprec_check.features.programs.watching import Watcher
+from lowprec_check.features.programs.watching import CallWatcher
 from lowprec_check.process import system
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.torchkit.devices import synchronize
@@ -25,10 +25,10 @@ MOST_ELEMENTS = 1 << 20
 """Of an output that are compared: of a larger one so many, evenly spaced."""
 
 
-class Casting(Watcher):
+class ProgramCaster(CallWatcher):
     """Casts each model where it is called first, and its inputs and outputs at every call."""
 
-    def __init__(self, choices: Choices, methods: Iterable[tuple[str, str]], outputs: Path) -> None:
+    def __init__(self, assigned: Assignments, methods: Iterable[tuple[str, str]], outputs: Path) -> None:
         """``methods`` count as calls; ``outputs`` has those of fp32, or will have them."""
         super().__init__()
         self.on_progress: Any = None
@@ -37,8 +37,8 @@ class Casting(Watcher):
         """The exception that ended the program."""
         self.seconds = 0.0
         """In calls of models, without their casts of weights."""
-        self._choices, self._methods, self._outputs = choices, set(methods), outputs
-        self._saves = not choices
+        self._choices, self._methods, self._outputs = assigned, set(methods), outputs
+        self._saves = not assigned
         self._applied: dict[str, Application] = {}
         self._counts: dict[str, int] = {}
 
@@ -54,10 +54,10 @@ class Casting(Watcher):
         key = self.key_of(module)
         with self._lock:
             number = self._counts[key] = self._counts.get(key, 0) + 1
-        choice, device = self._choices.get(key), next(module.parameters()).device
+        assignment, device = self._choices.get(key), next(module.parameters()).device
         application = None
-        if choice is not None and choice.precision != "fp32":
-            application = self._application(key, choice, module)
+        if assignment is not None and assignment.precision != "fp32":
+            application = self._application(key, assignment, module)
         synchronize(device)
         start = system.monotonic()
         if application is None:
@@ -72,12 +72,12 @@ class Casting(Watcher):
         self._compare(key, number, [_sample(tensor) for _, tensor in leaves(output)])
         return output
 
-    def _application(self, key: str, choice: Choice, module: nn.Module) -> Application:
+    def _application(self, key: str, assignment: Assignment, module: nn.Module) -> Application:
         if key not in self._applied:
-            application = application_of(PRECISIONS.get(choice.precision))
-            application.keep_fp32_inputs = tuple(choice.keep_fp32_inputs)
+            application = application_of(PRECISIONS.get(assignment.precision))
+            application.keep_fp32_inputs = tuple(assignment.keep_fp32_inputs)
             with torch.no_grad():
-                application.apply(module, next(module.parameters()).device.type, choice.keep_fp32)
+                application.apply(module, next(module.parameters()).device.type, assignment.keep_fp32)
             self._applied[key] = application
         return self._applied[key]
 

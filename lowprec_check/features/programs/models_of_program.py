@@ -21,10 +21,10 @@ from lowprec_check.engine.model.target import Target, check, forward_of, uncheck
 from lowprec_check.engine.model.target_source import TargetSource
 from lowprec_check.engine.model.target_spec import OnProgress
 from lowprec_check.errors import UsageError, message_of
-from lowprec_check.features.programs.kept_calls import CallsOfModel, KeptCall
+from lowprec_check.features.programs.calls_of_model import CallCopy, CallsOfModel
 from lowprec_check.features.programs.program_options import check_fits
 from lowprec_check.features.programs.program_scan import ProgramScan, ScannedModel
-from lowprec_check.features.programs.watching import Watcher
+from lowprec_check.features.programs.watching import CallWatcher
 from lowprec_check.process import Isolation
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.torchkit.source_location import is_own_file
@@ -43,7 +43,7 @@ class ProgramModel:
     method: str
     """Empty if the module itself is called."""
     calls: int
-    kept: tuple[KeptCall, ...]
+    kept: tuple[CallCopy, ...]
     """Those that a scan makes again."""
     key: str
     """Its class, and which of this class it is."""
@@ -67,7 +67,7 @@ class ProgramModel:
         return check(target)
 
 
-class Program:
+class WatchedProgram:
     """What was seen of a program: :func:`watch` gives it."""
 
     def __init__(self, name: str = "program") -> None:
@@ -75,7 +75,7 @@ class Program:
         self.notes: tuple[str, ...] = ()
         """What its reader needs to know, such as why it did not run to its end."""
         self.on_progress: OnProgress | None = None
-        self._watcher = Watcher()
+        self._watcher = CallWatcher()
         self._names: dict[int, str] = {}
 
     @contextlib.contextmanager
@@ -151,14 +151,14 @@ class Program:
 
 
 @contextlib.contextmanager
-def watch() -> Iterator[Program]:
+def watch() -> Iterator[WatchedProgram]:
     """Inside, every model that the program calls is seen, and a few of its calls are kept.
 
     >>> with lowprec_check.watch() as program:  # doctest: +SKIP
     ...     image = pipe("a cat")
     >>> program.scan()  # doctest: +SKIP
     """
-    program, frame = Program(), sys._getframe(2)
+    program, frame = WatchedProgram(), sys._getframe(2)
     # In a function, its variables and those of its module; contextlib's frame lies between
     while frame.f_back is not None and not is_own_file(frame.f_code.co_filename):
         frame = frame.f_back
@@ -207,7 +207,7 @@ def _with_forward(module: nn.Module, method: str) -> nn.Module:
     return other
 
 
-def _inputs_of(model: nn.Module, call: KeptCall) -> Any:
+def _inputs_of(model: nn.Module, call: CallCopy) -> Any:
     """What the model is called with, in a form in which inputs can be given."""
     if call.args and call.kwargs:
         return bind(forward_of(model), call.args, call.kwargs)

@@ -8,7 +8,7 @@ from lowprec_check.analysis.findings import groups
 from lowprec_check.analysis.headlines import headlines
 from lowprec_check.analysis.run_summary import candidates, label
 from lowprec_check.analysis.statements.advice import verdict
-from lowprec_check.features.programs.choices import RECOMMENDED
+from lowprec_check.features.programs.assignments import RECOMMENDED
 from lowprec_check.features.programs.program_scan import ProgramRun, ProgramScan, ScannedModel
 from lowprec_check.report.blocks import Block, Column, Document, ErrorOf, Fold, Heading, Row, Say, Table
 from lowprec_check.report.runs_table import shown_status

@@ -19,11 +19,11 @@ from torch import nn
 
 from lowprec_check.engine.model.kept_files import replaced
 from lowprec_check.engine.model.model_making import made_by_constructor, part_of_making
-from lowprec_check.features.programs.kept_calls import CallsOfModel, copied
+from lowprec_check.features.programs.calls_of_model import CallsOfModel, copied
 from lowprec_check.torchkit.source_location import is_own_file, own_line
 
 
-class Watcher:
+class CallWatcher:
     """The models that were called, in the order of their first calls."""
 
     def __init__(self) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from lowprec_check import UsageError, watch
 from lowprec_check.engine.model.target_spec import TargetSpec
-from lowprec_check.features.programs.choices import RECOMMENDED
-from lowprec_check.features.programs.kept_calls import MOST, CallsOfModel
+from lowprec_check.features.programs.assignments import RECOMMENDED
+from lowprec_check.features.programs.calls_of_model import MOST, CallsOfModel
 from lowprec_check.features.programs.program_document import program_document
 from lowprec_check.features.programs.program_file import scan_program_file
 from lowprec_check.features.programs.program_scan import ProgramScan

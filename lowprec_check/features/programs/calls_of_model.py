@@ -20,7 +20,7 @@ _LARGER = 1.25
 """So many times the largest input up to now an input is that counts as another largest one."""
 
 
-class KeptCall(NamedTuple):
+class CallCopy(NamedTuple):
     """A call with copies of its inputs."""
 
     number: int
@@ -41,7 +41,7 @@ class CallsOfModel:
     def __init__(self, module: nn.Module, method: str) -> None:
         self.module, self.method = module, method
         self.count = 0
-        self._kept: list[KeptCall] = []
+        self._kept: list[CallCopy] = []
         self._last: tuple[int, str | None, Any, list[tuple[Tensor, int]]] | None = None
         """The last call by reference, with the versions of its tensors: most are not kept."""
 
@@ -54,13 +54,13 @@ class CallsOfModel:
         is_new = all(call.form != form for call in self._kept)
         if is_new or magnitude > _LARGER * largest:
             size = sum(tensor.nbytes for tensor in tensors)
-            self._keep(KeptCall(self.count, line, *copied((args, kwargs)), magnitude, form, size))
+            self._keep(CallCopy(self.count, line, *copied((args, kwargs)), magnitude, form, size))
             self._last = None
         else:
             given = map_tensors((args, kwargs), lambda tensor: tensor)
             self._last = self.count, line, given, [(tensor, _version(tensor)) for tensor in tensors]
 
-    def _keep(self, call: KeptCall) -> None:
+    def _keep(self, call: CallCopy) -> None:
         self._kept.append(call)
         if len(self._kept) < MOST:
             return
@@ -71,7 +71,7 @@ class CallsOfModel:
         repeated = [kept for kept in spare if forms.count(kept.form) > 1]
         self._kept.remove((repeated or spare or self._kept[1:])[0])
 
-    def kept(self) -> list[KeptCall]:
+    def kept(self) -> list[CallCopy]:
         """The calls that are kept, with the last if its inputs are as they were."""
         calls = list(self._kept)
         if self._last is not None:
@@ -80,8 +80,8 @@ class CallsOfModel:
                 tensors = [tensor for tensor, _ in versions]
                 size = sum(tensor.nbytes for tensor in tensors)
                 form, magnitude = _form(tensors), _magnitude(tensors)
-                calls.append(KeptCall(number, line, *copied((args, kwargs)), magnitude, form, size))
-        different: list[KeptCall] = []
+                calls.append(CallCopy(number, line, *copied((args, kwargs)), magnitude, form, size))
+        different: list[CallCopy] = []
         for call in calls:
             if not any(same_values((call.args, call.kwargs), (other.args, other.kwargs)) for other in different):
                 different.append(call)

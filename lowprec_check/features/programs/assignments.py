@@ -11,7 +11,7 @@ from lowprec_check.schema.precisions import PRECISIONS
 RECOMMENDED = "each as recommended"
 
 
-class Choice(Struct, frozen=True):
+class Assignment(Struct, frozen=True):
     """The precision of a model in a run of the program."""
 
     precision: str
@@ -20,22 +20,22 @@ class Choice(Struct, frozen=True):
     keep_fp32_inputs: list[str] = []
 
 
-Choices = Mapping[str, Choice]
+Assignments = Mapping[str, Assignment]
 """By the key of a model; without any, the program runs as it is."""
 
 
-def choices_of(program: ProgramScan) -> Iterator[tuple[str, Choices]]:
+def assignments_of(program: ProgramScan) -> Iterator[tuple[str, Assignments]]:
     """fp32, whose outputs are kept; fp32 again; each model as recommended; all in one precision."""
     keys = dict.fromkeys(model.key for model in program.models)
     yield "fp32", {}
-    yield "fp32 again", {key: Choice("fp32") for key in keys}
-    recommended: dict[str, Choice] = {}
+    yield "fp32 again", {key: Assignment("fp32") for key in keys}
+    recommended: dict[str, Assignment] = {}
     for model in program.models:
-        choice = recommended_choice(model)
+        assignment = recommended_assignment(model)
         # Of one whose methods are called, the first that cannot be cast decides
-        if recommended.get(model.key, choice).precision != "fp32":
-            recommended[model.key] = choice
-    if any(choice.precision != "fp32" for choice in recommended.values()):
+        if recommended.get(model.key, assignment).precision != "fp32":
+            recommended[model.key] = assignment
+    if any(assignment.precision != "fp32" for assignment in recommended.values()):
         yield RECOMMENDED, recommended
     names = dict.fromkeys(
         run.precision
@@ -45,14 +45,14 @@ def choices_of(program: ProgramScan) -> Iterator[tuple[str, Choices]]:
         if run.is_low and not run.base
     )
     for name in names:
-        alike = {key: Choice(name) for key in keys}
+        alike = {key: Assignment(name) for key in keys}
         if alike != recommended and PRECISIONS.get(name).kind == "cast":
             yield name, alike
 
 
-def recommended_choice(model: ScannedModel) -> Choice:
+def recommended_assignment(model: ScannedModel) -> Assignment:
     """The precision that a model passes in, whatever it gains; fp32 if none."""
     best = model.scan.recommendation if model.scan is not None else None
     if best is None or best.backend != "eager":
-        return Choice("fp32")
-    return Choice(best.precision, list(best.keep_fp32), list(best.keep_fp32_inputs))
+        return Assignment("fp32")
+    return Assignment(best.precision, list(best.keep_fp32), list(best.keep_fp32_inputs))
