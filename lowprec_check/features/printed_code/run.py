@@ -13,7 +13,7 @@ from lowprec_check.analysis.recommend import recommended_run
 from lowprec_check.analysis.snippet import snippet
 from lowprec_check.core.feature_hooks import Feature
 from lowprec_check.core.target_runs import TargetRuns
-from lowprec_check.features.printed_code.execution import Request, wait_and_execute
+from lowprec_check.features.printed_code.code_process import CodeRequest, wait_and_execute
 from lowprec_check.process import system
 from lowprec_check.process.function_worker import FunctionWorker
 from lowprec_check.process.supervisor import MessageEvent, Supervisor
@@ -71,7 +71,7 @@ class PrintedCodeFeature(Feature):
             self._worker = None
 
 
-def _request(runs: TargetRuns, result: ScanResult, options: ScanOptions) -> Request | None:
+def _request(runs: TargetRuns, result: ScanResult, options: ScanOptions) -> CodeRequest | None:
     """What to execute; ``None`` if nothing is recommended, or nothing can be executed."""
     best, run, target = result.recommendation, recommended_run(result), runs.target
     if best is None or run is None or best.code.startswith(("# in the step", "#  ")):
@@ -83,7 +83,7 @@ def _request(runs: TargetRuns, result: ScanResult, options: ScanOptions) -> Requ
     in_fp32 = ""
     if result.is_forward:
         in_fp32 = snippet(result.runs[0].key, result.model, torch_version=result.torch)
-    return Request(
+    return CodeRequest(
         code=best.code,
         in_fp32=in_fp32,
         seed=options.seed,
@@ -93,7 +93,7 @@ def _request(runs: TargetRuns, result: ScanResult, options: ScanOptions) -> Requ
     )
 
 
-def _answer(worker: FunctionWorker[CodeTrial], request: Request, limit: float) -> CodeTrial:
+def _answer(worker: FunctionWorker[CodeTrial], request: CodeRequest, limit: float) -> CodeTrial:
     worker.send(pickle.dumps(request))
     worker.set_timeout(limit)
     with Supervisor[FunctionWorker[CodeTrial], CodeTrial]([worker]) as supervisor:

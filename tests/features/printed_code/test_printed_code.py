@@ -18,7 +18,7 @@ from lowprec_check import ScanResult
 from lowprec_check.analysis.snippet import snippet
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.model_info import describe_target
-from lowprec_check.features.printed_code.execution import Request, executed
+from lowprec_check.features.printed_code.code_process import CodeRequest, executed
 from lowprec_check.schema.code_trial import CodeTrial
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import Run
@@ -36,13 +36,13 @@ raise SystemExit("the script is left at the call")
 CALLED_AFTER = f"{MODULE}with torch.no_grad():\n    print(model(inputs))\nraise SystemExit('not imported')\n"
 
 
-def code_of(path: str, precision: str) -> tuple[Request, str]:
+def code_of(path: str, precision: str) -> tuple[CodeRequest, str]:
     """The request to execute the code of a precision, and the code."""
     target = load_target(path)
     info = describe_target(target, Run(precision="fp32", device="cpu", status="ok"))
     code, in_fp32 = (snippet(RunKey(name), info) for name in (precision, "fp32"))
     load = (lambda: load_target(path)) if target.namespace is not None else None
-    return Request(code, in_fp32, 0, 1e-2, target.folder, load), code
+    return CodeRequest(code, in_fp32, 0, 1e-2, target.folder, load), code
 
 
 @pytest.mark.parametrize(

@@ -235,16 +235,15 @@ RUN = """
 def test_the_program_runs_again_with_its_models_in_16_bits(script: Any) -> None:
     result = scanned(script(RUN.format(settings="scale=3e4")))
     assert [model.name for model in result.models] == ["pipe.text", "pipe.unet", "pipe.vae.decode"]
-    again, recommended, half = result.runs
-    assert again.name == "fp32 again"
+    runs = {run.name: run for run in result.runs}
+    again, half, bfloat16 = runs["fp32 again"], runs["half"], runs.get("bfloat16", runs[RECOMMENDED])
     assert {error.error for error in again.errors} == {0.0}
     assert len(again.errors) == 10
-    assert recommended.name == RECOMMENDED
-    assert not any(error.nonfinite for error in recommended.errors)
-    assert recommended.errors[-1].error < 5e-2
+    for run in (bfloat16, runs[RECOMMENDED]):
+        assert max(error.error for error in run.errors) < 5e-2
     # The image is black
     first = next(error for error in half.errors if error.error > 1e-2)
-    assert (half.name, first.model, first.call, first.error) == ("half", "Vae#0", 1, 1.0)
+    assert (first.model, first.call, first.error) == ("Vae#0", 1, 1.0)
     shown = text(program_document(result))
     assert "pipe.vae.decode, call 1: differs by 1.0e+00" in shown
     # The same by hand
@@ -257,7 +256,7 @@ def test_the_program_runs_again_with_its_models_in_16_bits(script: Any) -> None:
             model.to(dtype)
         outputs.append(by_hand(pipe, dtype))
     error = float((outputs[1] - outputs[0]).norm() / outputs[0].norm())
-    assert recommended.errors[-1].error == pytest.approx(error, rel=1e-3)
+    assert bfloat16.errors[-1].error == pytest.approx(error, rel=1e-3)
 
 
 @torch.no_grad()

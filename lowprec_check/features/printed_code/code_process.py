@@ -18,7 +18,7 @@ from lowprec_check.torchkit.output_comparison import compare_outputs
 from lowprec_check.torchkit.pytree import leaves
 
 
-class Request(NamedTuple):
+class CodeRequest(NamedTuple):
     """What to execute, and what its output may be."""
 
     code: str
@@ -34,7 +34,7 @@ class Request(NamedTuple):
 
 
 def wait_and_execute(channel: Channel) -> None:
-    """Answer the one :class:`Request` that comes with a :class:`CodeTrial`."""
+    """Answer the one :class:`CodeRequest` that comes with a :class:`CodeTrial`."""
     data = channel.receive()
     if data is None:
         return
@@ -46,7 +46,7 @@ def wait_and_execute(channel: Channel) -> None:
     channel(msgspec.msgpack.encode(executed(request)))
 
 
-def executed(request: Request) -> CodeTrial:
+def executed(request: CodeRequest) -> CodeTrial:
     """Whether the code runs, and its output passes."""
     try:
         names: dict[str, Any] = {}
