@@ -8,7 +8,8 @@ from lowprec_check.features.programs.program_scan import ProgramScan, ScannedMod
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.precisions import PRECISIONS
 
-RECOMMENDED = "each as recommended"
+RECOMMENDED, AGAIN = "each as recommended", "fp32 again"
+"""Names of runs of the program."""
 
 
 class Assignment(Struct, frozen=True):
@@ -28,7 +29,7 @@ def assignments_of(program: ProgramScan) -> Iterator[tuple[str, Assignments]]:
     """fp32, whose outputs are kept; fp32 again; each model as recommended; all in one precision."""
     keys = dict.fromkeys(model.key for model in program.models)
     yield "fp32", {}
-    yield "fp32 again", {key: Assignment("fp32") for key in keys}
+    yield AGAIN, {key: Assignment("fp32") for key in keys}
     recommended: dict[str, Assignment] = {}
     for model in program.models:
         assignment = recommended_assignment(model)

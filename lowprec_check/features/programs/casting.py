@@ -87,10 +87,11 @@ class ProgramCaster(CallWatcher):
             torch.save(output, file)
             return
         if not file.exists():
-            self.errors.append(CallError(key, number, math.inf, note="fp32 makes no such call"))
+            self.errors.append(CallError(key, number, None, note="fp32 makes no such call"))
             return
         compared = compare_outputs(output, torch.load(file))
-        self.errors.append(CallError(key, number, compared.distance, compared.nonfinite, compared.note or ""))
+        error = compared.distance if math.isfinite(compared.distance) else None
+        self.errors.append(CallError(key, number, error, compared.nonfinite, compared.note or ""))
 
 
 def _sample(tensor: Tensor) -> Tensor:

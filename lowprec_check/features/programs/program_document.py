@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from lowprec_check.analysis.findings import groups
 from lowprec_check.analysis.headlines import headlines
 from lowprec_check.analysis.run_summary import candidates, label
 from lowprec_check.analysis.statements.advice import verdict
-from lowprec_check.features.programs.assignments import RECOMMENDED
+from lowprec_check.features.programs.assignments import AGAIN, RECOMMENDED
 from lowprec_check.features.programs.program_scan import ProgramRun, ProgramScan, ScannedModel
 from lowprec_check.report.blocks import Block, Column, Document, ErrorOf, Fold, Heading, Row, Say, Table
 from lowprec_check.report.runs_table import shown_status
@@ -32,6 +33,7 @@ def program_document(program: ProgramScan) -> Document:
     if not program.complete:
         blocks.append(Say(f"{counted(len(scans), 'model')} of {len(program.models)} scanned", "warn", "note"))
     blocks += [Say(note, "warn", "note") for note in program.notes]
+    head = len(blocks)
     blocks += [Heading("Models", anchor="models"), _models_table(program.models)]
     blocks += _program_runs(program)
     for model in program.models:
@@ -40,7 +42,7 @@ def program_document(program: ProgramScan) -> Document:
         if model.scan is not None:
             document = scan_document(model.scan)
             blocks.append(Fold(f"{model.name} in full", [*document.advice, *document.blocks], detail="all"))
-    return Document(program.target, blocks, program.tool)
+    return Document(program.target, blocks[head:], program.tool, blocks[:head], [*_verdict(program)])
 
 
 def _models_table(models: Sequence[ScannedModel]) -> Table:
@@ -75,22 +77,43 @@ def _program_runs(program: ProgramScan) -> Iterator[Block]:
     columns = [
         Column("run", "run"),
         Column("last output", "error", "The error of the last call that no other model makes, against fp32."),
-        Column("time in models", "text", "Seconds of all calls in one run; another run may take more or less."),
         Column("parts from fp32 at", "sentence", "The first call whose error exceeds the tolerance."),
     ]
     rows = []
     for run in program.runs:
-        limit = max(PRECISIONS.get(name).tolerance for name in run.precisions)
-        last, seconds = None, None
+        last = None
         if run.errors and not run.problem:
-            last, seconds = ErrorOf(run.errors[-1].error, limit), f"{run.seconds:.3g} s"
+            error = run.errors[-1].error
+            last = ErrorOf(math.inf if error is None else error, _limit(run))
         tag = "recommended" if run.name == RECOMMENDED else ""
-        rows.append(Row([_name_of(run, program.models), last, seconds, _where(run, program.models, limit)], tag))
+        rows.append(Row([_name_of(run, program.models), last, _where(run, program.models)], tag))
     yield Table(columns, rows, "runs of the program")
+
+
+def _verdict(program: ProgramScan) -> Iterator[Block]:
+    """What the program returns with each model in its recommended precision."""
+    run = next((run for run in program.runs if run.name == RECOMMENDED), None)
+    if run is None:
+        if program.complete:
+            yield Say("Stay in fp32: no model passes in 16 bits.", "bad", "verdict")
+        return
+    name, last = _name_of(run, program.models), run.errors[-1] if run.errors else None
+    if run.problem or last is None or last.error is None or last.exceeds(_limit(run)):
+        yield Say(f"{name}: not the result of fp32.", "bad", "verdict")
+        return
+    part = f"{100 * last.error / _limit(run):.0f} % of the tolerance"
+    yield Say(f"{name}: the last output is as in fp32, error {last.error:.1e}, {part}.", "good", "verdict")
+
+
+def _limit(run: ProgramRun) -> float:
+    """The largest tolerance of the precisions in a run."""
+    return max(PRECISIONS.get(name).tolerance for name in run.precisions)
 
 
 def _name_of(run: ProgramRun, models: Sequence[ScannedModel]) -> str:
     """``half: pipe.unet; fp32: pipe.vae.decode`` where models differ."""
+    if run.name == AGAIN:
+        return run.name
     by_precision: dict[str, list[str]] = {}
     for model, precision in zip(models, run.precisions, strict=True):
         by_precision.setdefault(precision, []).append(model.name)
@@ -99,16 +122,18 @@ def _name_of(run: ProgramRun, models: Sequence[ScannedModel]) -> str:
     return "; ".join(f"{precision}: {', '.join(names)}" for precision, names in by_precision.items())
 
 
-def _where(run: ProgramRun, models: Sequence[ScannedModel], limit: float) -> str | None:
+def _where(run: ProgramRun, models: Sequence[ScannedModel]) -> str | None:
     """The call at which a run parts from fp32; ``None`` if none does."""
     if run.problem:
         return run.problem
     names = {model.key: model.name for model in models}
     for error in run.errors:
-        if error.nonfinite or error.error > limit:
-            what = error.note or f"differs by {error.error:.1e}"
+        if error.exceeds(_limit(run)):
+            what = error.note
             if error.nonfinite:
                 what = "has NaN or Inf"
+            elif error.error is not None:
+                what = f"differs by {error.error:.1e}"
             return f"{names.get(error.model, error.model)}, call {error.call}: {what}"
     return None
 

@@ -38,12 +38,16 @@ class CallError(Struct, frozen=True):
     """Its key: the class, and which of that class it is."""
     call: int
     """1 for the first call of the model."""
-    error: float
-    """As the error of an output in a scan; infinite if they cannot be compared."""
+    error: float | None
+    """As the error of an output in a scan; ``None`` if it is not finite."""
     nonfinite: bool = False
     """Whether it has NaN or Inf where fp32 has none."""
     note: str = ""
     """Why they cannot be compared."""
+
+    def exceeds(self, limit: float) -> bool:
+        """Whether it parts from fp32 by more than a tolerance."""
+        return self.nonfinite or self.error is None or self.error > limit
 
 
 class ProgramRun(Struct, frozen=True):

@@ -18,7 +18,7 @@ from lowprec_check.features.programs.assignments import RECOMMENDED
 from lowprec_check.features.programs.calls_of_model import MOST, CallsOfModel
 from lowprec_check.features.programs.program_document import program_document
 from lowprec_check.features.programs.program_file import scan_program_file
-from lowprec_check.features.programs.program_scan import ProgramScan
+from lowprec_check.features.programs.program_scan import CallError, ProgramRun, ProgramScan, ScannedModel
 from lowprec_check.report.layout.text import text
 from lowprec_check.schema.options import ScanOptions
 
@@ -240,9 +240,9 @@ def test_the_program_runs_again_with_its_models_in_16_bits(script: Any) -> None:
     assert {error.error for error in again.errors} == {0.0}
     assert len(again.errors) == 10
     for run in (bfloat16, runs[RECOMMENDED]):
-        assert max(error.error for error in run.errors) < 5e-2
+        assert not any(error.exceeds(5e-2) for error in run.errors)
     # The image is black
-    first = next(error for error in half.errors if error.error > 1e-2)
+    first = next(error for error in half.errors if error.exceeds(1e-2))
     assert (first.model, first.call, first.error) == ("Vae#0", 1, 1.0)
     shown = text(program_document(result))
     assert "pipe.vae.decode, call 1: differs by 1.0e+00" in shown
@@ -267,6 +267,15 @@ def by_hand(pipe: Any, dtype: torch.dtype) -> Tensor:
         x = x - 0.1 * pipe.unet(x.to(dtype), step, cond=cond.to(dtype)).float()
     output: Tensor = pipe.vae.decode(x.to(dtype)).float()
     return output
+
+
+def test_a_run_with_nan_is_saved_and_shown(tmp_path: Path) -> None:
+    model = ScannedModel(name="pipe.vae.decode", kind="Vae", calls=1, kept=[1], key="Vae#0", method="decode")
+    run = ProgramRun("half", ["half"], [CallError("Vae#0", 1, None, nonfinite=True)])
+    result = ProgramScan(tool="lowprec-check", target="infer.py", models=[model], runs=[run])
+    result.save(tmp_path / "program.json")
+    assert msgspec.json.decode((tmp_path / "program.json").read_bytes(), type=ProgramScan) == result
+    assert "pipe.vae.decode, call 1: has NaN or Inf" in text(program_document(result))
 
 
 def test_exit_is_an_end_and_an_exception_is_said(script: Any) -> None:
