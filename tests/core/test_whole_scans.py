@@ -116,7 +116,8 @@ def test_a_slow_run_that_is_not_accelerated_is_not_timed_in_rounds(
     assert half.latency.speedup.rounds == 0
     assert half.latency.speedup.high < 1
     assert "speed is that of the fastest of 3 calls" in said(result, "one-call")
-    assert "It is about" in result.recommendation.reason
+    assert said(result, "verdict").startswith("Stay in fp32: half is slower and ")
+    assert "this device does not accelerate fp16" in result.recommendation.reason.lower()
 
 
 def test_a_failing_run_that_is_hopelessly_slow_is_not_searched_for_a_plan(
@@ -450,7 +451,8 @@ def test_progress_shows_the_trials_of_a_search() -> None:
     assert steps[0].startswith("trial 1 of at most 200, ")
     assert any("modules kept" in step for step in steps)
     after = seen[next(place for place, (run, _) in enumerate(seen) if run.startswith("plan")) :]
-    assert {run for run, _ in after} == {"plan from autocast-fp16"}
+    assert {run for run, _ in after[:-1]} == {"plan from autocast-fp16"}
+    assert after[-1] == ("code", "executing it")
 
 
 class SlowOps(nn.Module):

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from helpers import screen_of
 from torch import Tensor, nn
 
 from lowprec_check import LayerError, QuantizedModel, UsageError, load_quantized, quantize, scan
@@ -202,9 +203,9 @@ def test_reports_show_the_worst_layers() -> None:
     assert shown[0] == ["fp32 · int8", "the model itself", "linear", "–", "5.0e-01"]
     assert shown[1] == ["fp32 · int8", "layer7", "conv2d", "7.0e-02", "–"]
     assert "layer3" not in [row[1] for row in shown]
-    for report in ("text", "markdown"):
-        assert "7.0e-02" in render(result, report)
-        assert "4 more rows" in render(result, report) or "4 of 9 rows" in render(result, report)
+    for report in (screen_of(result, verbose=True), render(result, "markdown")):
+        assert "7.0e-02" in report
+        assert "4 more rows" in report or "4 of 9 rows" in report
     assert type(result).from_json(result.to_json()).runs[-1].layer_errors == layers
 
 

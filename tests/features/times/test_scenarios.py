@@ -162,7 +162,7 @@ def test_percentiles_are_samples() -> None:
 
 
 def test_the_screen_shows_the_scenario(call: Call, tmp_path: object) -> None:
-    options = ("-p", "bf16", "--scenario", "realtime", "--no-plan", "--times", "off", "-q", "--fail-on", "never")
+    options = ("-p", "bf16", "--scenario", "realtime", "--no-plan", "--times", "off", "-q", "-v", "--fail-on", "never")
     text = " ".join(call("scan", "examples/whitening.py", "--backend", "jit", *options).stdout.split())
     assert "p99 throughput" in text
     assert "realtime: " in text
