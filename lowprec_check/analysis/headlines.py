@@ -14,6 +14,7 @@ from lowprec_check.schema.statements import Sentence, fill, joined, module_name,
 
 MOST = 5
 _WIDTH = 98  # columns of a line: 100, indented by two
+_TO_DO = " → "
 _RESTATES = "LP301"  # the code of what the row of a run in the table says too
 
 
@@ -48,8 +49,28 @@ def _headline(groups: Sequence[FindingGroup]) -> Headline:
     shorter = list(_texts(groups))
     text = next((text for text in shorter if len(textwrap.wrap(f"{lead}: {text}", _WIDTH)) <= 2), None)
     if text is None:
-        text = shorten(shorter[-1], max(20, 2 * _WIDTH - len(lead) - 20))
+        text = _cut(shorter[-1], max(20, 2 * _WIDTH - len(lead) - 20))
     return Headline(lead, text, first.code, known)
+
+
+def _cut(text: str, most: int) -> str:
+    """``text`` with at most ``most`` characters: whole options of what to do, if a third of them
+    is left for the rest.
+    """
+    said, arrow, to_do = text.rpartition(_TO_DO)
+    options = to_do.split("; ")
+    while len(options) > 1 and len("; ".join(options)) > most // 2:
+        options.pop()
+    end = arrow + "; ".join(options)
+    if arrow and len(end) <= 2 * most // 3:
+        return _whole_words(said, most - len(end)) + end
+    return _whole_words(text, most)
+
+
+def _whole_words(text: str, most: int) -> str:
+    """``text``, cut behind a word; in one only if it is too long by itself."""
+    cut = textwrap.shorten(text, most, placeholder=" …")
+    return shorten(text, most) if cut == "…" else cut
 
 
 def _texts(groups: Sequence[FindingGroup]) -> Iterator[str]:
@@ -61,12 +82,16 @@ def _texts(groups: Sequence[FindingGroup]) -> Iterator[str]:
     for end in ends:
         shown = {text: re.split(end, text, maxsplit=1)[0] for text in advice}
         to_do = next(iter(shown.values()))
-        if len(advice) > 1:
-            to_do = "; ".join(f"{', '.join(advice[text])}: {option}" for text, option in shown.items() if option)
-        yield ": ".join(filter(None, (where, what))) + fill(" → {}", to_do)
+        # runs whose advice differs in what is not shown share an option
+        runs_of: dict[str, list[str]] = {}
+        for text_, option in shown.items():
+            runs_of.setdefault(option, []).extend(advice[text_])
+        if len(runs_of) > 1:
+            to_do = "; ".join(f"{', '.join(runs)}: {option}" for option, runs in runs_of.items() if option)
+        yield ": ".join(filter(None, (where, what))) + fill(f"{_TO_DO}{{}}", to_do)
         # the name of the finding says what, too
         if where and end is not ends[0]:
-            yield where + fill(" → {}", to_do)
+            yield where + fill(f"{_TO_DO}{{}}", to_do)
 
 
 def _what(groups: Sequence[FindingGroup]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lowprec_check.analysis.findings import FindingGroup, groups, tally
 from lowprec_check.analysis.headlines import MOST, Headline, headlines
-from lowprec_check.analysis.recommend import recommended_run
+from lowprec_check.analysis.recommend import missing_runs, recommended_run
 from lowprec_check.analysis.rules.registry import rules
 from lowprec_check.analysis.run_summary import PREDICTED, candidates, label, shorten
 from lowprec_check.analysis.statements.advice import basis, sentences
@@ -175,6 +175,8 @@ def _where_to_look(result: ScanResult, findings: Sequence[FindingGroup], listed:
         parts.append("findings")
     if notes:
         parts.append(counted(notes, "note"))
+    if accepted := sum(diagnostic.accepted for diagnostic in result.diagnostics):
+        parts.append(f"{counted(accepted, 'finding')} accepted by the baseline")
     options = [f"-v ({', '.join(parts)})", "--report FILE.html"]
     if listed:
         options.insert(0, f"lowprec-check explain {listed[0].code}")
@@ -184,8 +186,9 @@ def _where_to_look(result: ScanResult, findings: Sequence[FindingGroup], listed:
 def _findings(result: ScanResult, findings: Sequence[FindingGroup]) -> Iterator[Block]:
     """The findings in full, for reports with more detail."""
     if not findings:
-        none = f"{tally(result.diagnostics)}." if result.diagnostics else "No findings."
-        yield Say(none, detail="more")
+        none = tally(result.diagnostics) if result.diagnostics else "No findings"
+        ran = " in the runs that were made" if missing_runs(result) else ""
+        yield Say(f"{none}{ran}.", detail="more")
         return
     yield Heading("Findings", anchor="findings", detail="more")
     listed = [group for group in findings if group.severity != "note"]
@@ -283,6 +286,8 @@ def _verdict(of_kind: Mapping[str, Sequence[Statement]]) -> Iterator[Block]:
     if reason:
         text = f"{reason}. {rests_on}".strip()
     elif rests_on and "; " not in verdict.text:
+        # what it rests on begins with that it is predicted to pass
+        lead = verdict.text.removesuffix(" passes (predicted)")
         text = rests_on[:1].lower() + rests_on[1:]
     else:
         lead, text = "", f"{verdict.text}. {rests_on}".strip()

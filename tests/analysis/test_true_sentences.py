@@ -135,12 +135,8 @@ def saved_figures(kind: str, saved: Mapping[str, Any], runs: Mapping[str, Any]) 
         figures["error"] = figures["after"]
     if kind == "rescued":
         figures["calls"] = sum(its["calls"] for its in saved["gaps"])
-    if kind == "gain" and latency:
-        speedup = latency["speedup"]
-        ends = [speedup["low"], speedup["median"], speedup["high"]]
-        if ends[1] < 1:
-            ends = [1 / ratio for ratio in reversed(ends)]
-        figures |= {"low": ends[0], "ratio": ends[1], "high": ends[2], "rounds": speedup["rounds"]}
+    if kind == "interval":
+        figures |= {name: latency["speedup"][name] for name in ("low", "high", "rounds")}
     if kind == "gain":
         figures["share"] = abs(1 - saved["peak_memory_bytes"] / runs["fp32"]["peak_memory_bytes"])
     return figures
@@ -178,6 +174,15 @@ def wrong_figures(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                     yield text, f"{name}: {key} is {value}, in the saved run {wanted}"
                 if types[key] in ROUNDED and not holds(text, types[key], value):
                     yield text, f"{name}: {key} is {value}, which the text does not say"
+        factor = re.search(r"(?<!about )\b\d\S* times as fast|(?<!about )\b\d\S* times slower", text)
+        if kind in ("gain", "also-faster") and factor:
+            for name in statement["runs"]:
+                in_rounds = (runs[name]["latency"] or {}).get("speedup")
+                ratio = runs["fp32"]["latency_ms"] / runs[name]["latency_ms"]
+                if in_rounds:
+                    ratio = in_rounds["median"]
+                if not holds(factor[0], "times", max(ratio, 1 / ratio)):
+                    yield text, f"{name}: its speed is {ratio} in the saved run"
         if kind == "failure" and any(runs[name]["status"] == "ok" for name in statement["runs"]):
             yield text, "said of a run that passes"
         if kind == "passes" and any(runs[name]["status"] not in ("ok", "unjudged") for name in statement["runs"]):
@@ -199,7 +204,7 @@ def close(value: Any, wanted: Any) -> bool:
 
 
 NUMBER = r"\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?"
-ROUNDED = {"error": 1, "limit": 1, "times": 1, "share": 100, "percent": 100}
+ROUNDED = {"error": 1, "limit": 1, "times": 1, "share": 100, "percent": 100, "three": 1}
 """Types of figures that are rounded, and what the text multiplies them by."""
 
 

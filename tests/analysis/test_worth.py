@@ -326,7 +326,7 @@ def one(median: float, low: float, high: float, memory: int, **options: Any) -> 
             "Stay in fp32 for memory; half is 1.4 times as fast as fp32",
             "➖",
         ),
-        (one(0.5, 0.4, 0.6, 8), "nothing", "Stay in fp32: half is slower and saves no memory", "➖"),
+        (one(0.5, 0.4, 0.6, 8), "nothing", "Stay in fp32: half is 2.0 times slower and saves no memory", "➖"),
         (one(1.0, 0.9, 1.1, 8), "nothing", "Stay in fp32: half is not faster and saves no memory", "➖"),
         (one(0.9, 0.85, 0.94, 8), "nothing", "Stay in fp32: half is not faster and saves no memory", "➖"),
         (one(1.0, 0.3, 3.0, 8), "unknown", "half passes (speed unclear)", "➖"),
@@ -351,7 +351,7 @@ def test_less_than_a_mebibyte_of_memory_is_no_gain(saved: int, worth: str) -> No
 
 def test_memory_that_was_not_measured_is_not_said_to_be_the_same() -> None:
     slow = msgspec.structs.replace(timed("half", 0.5, 0.4, 0.6), peak_memory_bytes=None)
-    assert verdict_of(concluded([FP32, slow])) == "Stay in fp32: half is slower"
+    assert verdict_of(concluded([FP32, slow])) == "Stay in fp32: half is 2.0 times slower"
 
 
 def test_autocast_without_an_op_in_16_bits_is_not_compared() -> None:

@@ -70,7 +70,8 @@ def test_a_failing_model_takes_40_lines_in_the_order_of_decisions(result: ScanRe
     lines = screen_of(result).splitlines()
     assert len(lines) <= most
     table = next(number for number, line in enumerate(lines) if re.match(r"(precision|run) +status", line))
-    verdict = next(number for number, line in enumerate(lines) if re.match(r"Use |Stay in |fp32 is |\S+ passes ", line))
+    beginning = r"Use |Stay in |fp32 is |\S+ passes |\S+: predicted to pass "
+    verdict = next(number for number, line in enumerate(lines) if re.match(beginning, line))
     assert verdict < table <= 14
     rows = lines[table + 1 : table + 1 + len(result.runs)]
     assert all(rows), "a line for each run"
@@ -126,6 +127,41 @@ def test_one_fact_about_several_ops_and_precisions_is_one_finding() -> None:
     [line] = [each for each in headlines(found, passes=False) if each.code == "LP101"]
     assert line.lead == "LP101 missing-kernel (half, bfloat16)"
     assert line.text.startswith("geqrf, qr (net.py:3, 5) → ")
+
+
+def test_an_option_of_several_runs_is_said_once() -> None:
+    found = groups(
+        Diagnostic(
+            code="LP101",
+            name="missing-kernel",
+            severity="error",
+            message="no kernel",
+            precision=precision,
+            op="aten.qr.default",
+            help=f"compute it in fp32 and cast back, or {otherwise}",
+        )
+        for precision, otherwise in (("half", "try bfloat16 " * 9), ("bfloat16", "try half " * 9))
+    )
+    [line] = headlines(found, passes=False)
+    assert line.text == "qr: no kernel → compute it in fp32 and cast back"
+
+
+@pytest.mark.parametrize("advice", ["try this module in fp32", "keep encoder.layers.0.attention in fp32; " * 7 + "end"])
+def test_a_long_finding_is_cut_behind_a_word_or_an_option(advice: str) -> None:
+    finding = Diagnostic(
+        code="LP201",
+        name="overflow",
+        severity="error",
+        message=" ".join(f"word{number}" for number in range(60)),
+        precision="half",
+        module=".".join(["a_module"] * 12),
+        help=advice,
+    )
+    [line] = headlines(groups([finding]), passes=False)
+    said, _, to_do = line.text.partition(" → ")
+    assert len(line.lead + line.text) <= 200
+    assert set(said.removesuffix(" …").split()) <= {f"{finding.module}:", finding.module, *finding.message.split()}
+    assert set(to_do.split("; ")) <= set(advice.split("; "))
 
 
 def test_sentences_that_differ_in_more_than_dtypes_are_not_joined() -> None:

@@ -104,13 +104,16 @@ def _passes(best: Recommendation, run: Run | None, result: ScanResult, named: di
 
 
 def what_is_unknown(result: ScanResult) -> str:
-    """Why a recommended run is only said to pass, in a few words."""
+    """Why a recommended run is only said to pass, in a few words: what is known of its speed."""
     best, run = result.recommendation, recommended_run(result)
     if result.evidence == "predicted":
         return "predicted"
-    if best is None or run is None or not is_timed(run, best.way) or speed(run, result.runs).told == "unknown":
+    if best is None or run is None or not is_timed(run, best.way):
         return "not timed"
-    return "speed unclear"
+    against_fp32 = speed(run, result.runs)
+    if against_fp32.told == "unknown":
+        return "not timed"
+    return "speed unclear" if against_fp32.told == "noisy" else against_fp32.text()
 
 
 def _stay(best: Recommendation, run: Run | None, result: ScanResult, named: dict[str, Figure]) -> Sentence:
@@ -128,18 +131,33 @@ def _stay(best: Recommendation, run: Run | None, result: ScanResult, named: dict
 
 def _gains_nothing(run: Run | None, result: ScanResult) -> str:
     """What is said of the recommended run, if it is not worth using."""
-    ratio, slower = None, False
-    if run is not None:
-        ratio, slower = memory_ratio(run, result.runs), speed(run, result.runs).told == "slower"
-        # a little slower is "not faster": noise does not change the verdict
-        slower = slower and loses_time(run, result.runs)
-        if not slower and changes_nothing(run):
-            return "computes nothing in 16 bits"
-    is_slower, memory = "is slower" if slower else "is not faster", ""
-    if ratio is not None:
-        saved = "little" if ratio <= 1 / SAME_MEMORY else "no"
-        memory = f" and saves {saved} memory"
-    return f"{is_slower}{memory}"
+    if run is None:
+        return "is not faster"
+    against_fp32, ratio = speed(run, result.runs), memory_ratio(run, result.runs)
+    # a little slower is "not faster": noise does not change the verdict
+    slower = against_fp32.told == "slower" and loses_time(run, result.runs)
+    if not slower and changes_nothing(run):
+        return "computes nothing in 16 bits"
+    is_slower, factor = "is not faster", against_fp32.factor()
+    if slower:
+        is_slower = f"is {factor.text} slower" if factor else "is slower"
+    if ratio is None:
+        return is_slower
+    if ratio >= SAME_MEMORY:
+        return f"{is_slower} and takes {_memory(ratio, result).text}"
+    saved = "little" if ratio <= 1 / SAME_MEMORY else "no"
+    return f"{is_slower} and saves {saved} memory"
+
+
+def _memory(ratio: float, result: ScanResult) -> Sentence:
+    """``50 % less memory``, of the ratio to that of fp32."""
+    fp32 = reference_of(result.runs)
+    if ratio <= 1 / SAME_MEMORY:
+        return say("{share:share} less memory", share=1 - ratio)
+    if ratio < SAME_MEMORY:
+        return plain("about as much memory")
+    least = "at least " if fp32 is not None and is_too_small(fp32.process_memory_bytes) else ""
+    return say(f"{least}{{share:share}} more memory", share=ratio - 1)
 
 
 def _no_pass(result: ScanResult) -> Sentence:
@@ -233,25 +251,33 @@ def judged_by(run: Run, result: ScanResult) -> Made:
 
 @per_run("gain", "advice", basis=5)
 def gain(run: Run, result: ScanResult) -> Made:
-    """How fast the recommended run is and how much memory it takes, against fp32."""
-    best = result.recommendation
+    """How fast the recommended run is and how much memory it takes, against fp32, as far as the
+    verdict does not say it.
+    """
+    best, advised = result.recommendation, action(result)
     if run is not recommended_run(result) or best is None or result.evidence == "predicted":
         return None
     if not is_timed(run, best.way):
         return None
-    ratio, fp32, memory = memory_ratio(run, result.runs), reference_of(result.runs), None
-    if ratio is not None and ratio <= 1 / SAME_MEMORY:
-        memory = say("{share:share} less memory", share=1 - ratio)
-    elif ratio is not None and ratio >= SAME_MEMORY:
-        least = "at least " if fp32 is not None and is_too_small(fp32.process_memory_bytes) else ""
-        memory = say(f"{least}{{share:share}} more memory", share=ratio - 1)
-    elif ratio is not None:
-        memory = plain("about as much memory")
     # Without support of the device, no speed is to be expected.
     against_fp32, short = speed(run, result.runs), run.format.short if run.format else ""
     is_slow = against_fp32.told != "faster" and result.environment.get(f"{short}_accelerated") is False
     slow = say_if(is_slow, "this device does not accelerate {format:text}", format=short)
-    return chained(_speed(against_fp32, run), memory, slow, between=", ")
+    how_fast: Sentence | None = _speed(against_fp32, run)
+    ratio = memory_ratio(run, result.runs)
+    memory = _memory(ratio, result) if ratio is not None else None
+    if advised == "stay" and best.worth == "nothing":
+        how_fast, memory = None, None
+    elif advised == "stay" and best.worth == "smaller":
+        memory = None
+    elif advised == "stay" and best.worth == "faster":
+        how_fast = None
+    elif advised == "passes":
+        how_fast = _why_unclear(against_fp32, run) if against_fp32.told == "noisy" else None
+        memory = None if saves_memory(run, result.runs) else memory
+    if not any((how_fast, memory, slow)):
+        return None
+    return chained(how_fast, memory, slow, between=", ")
 
 
 @per_run("interval", "advice", basis=6, detail="more")
@@ -293,14 +319,22 @@ def _speed(against_fp32: Speed, run: Run) -> Sentence:
         return plain(against_fp32.text())
     if against_fp32.told != "noisy":
         return plain("not timed")
+    unclear = _why_unclear(against_fp32, run)
+    if against_fp32.on_gpu is not None:
+        return unclear
+    return say("speed not known ({why:text})", why=unclear.text)
+
+
+def _why_unclear(against_fp32: Speed, run: Run) -> Sentence:
+    """Why no speed can be told from times, or what is known instead."""
     if against_fp32.on_gpu is not None:
         return say("the GPU needs {part:figure} of fp32's time", part=1 / against_fp32.on_gpu)
-    why_, in_rounds = "its times varied too much", in_turns(run)
+    in_rounds = in_turns(run)
     if against_fp32.ratio is not None and math.isinf(against_fp32.high):
-        why_ = "its calls are too short"
-    elif in_rounds is not None and in_rounds.rounds <= 1:
-        why_ = "it was called too few times"
-    return say("speed not known ({why:text})", why=why_)
+        return plain("its calls are too short")
+    if in_rounds is not None and in_rounds.rounds <= 1:
+        return plain("it was called too few times")
+    return plain("its times varied too much")
 
 
 # -- the others

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT, Call, Done, call_process
+from helpers import screen_of
 from thread_models import Between, Calling, ConVit, Demucs, Roma, encoder, histogram, spectral, volume
 from torch import nn
 
@@ -174,17 +175,16 @@ def test_the_command_predicts_an_absent_device(tmp_path: Path) -> None:
     saved = tmp_path / "scan.json"
     options = shlex.split(f"--device xpu --torch 2.8 --predict -p half,autocast-fp16 -q --json {saved}")
     shown = text_of(call_process("scan", WHITENING, *options))
-    assert (
-        "torch 2.8 · xpu, predicted on a CPU Predicted: nothing ran on xpu. Its kernels: declared for xpu, torch 2.8"
-        in shown
-    )
+    # how many further inputs there are depends on the speed of the machine
+    passes = r"redicted to pass on (\d+) of \1 inputs, worst 6 % of the tolerance\."
+    assert re.search(rf"torch 2\.8 · xpu, predicted on a CPU autocast-fp16: p{passes}", shown)
     assert "UserWarning" not in shown
     assert "measured" not in shown
-    assert (
-        "autocast-fp16 passes (predicted). It is predicted to pass: error 6.1e-04, 6.1 % of the tolerance 1e-02"
-        in shown
-    )
     result = ScanResult.load(saved)
+    in_full = " ".join(screen_of(result, verbose=True).split())
+    assert "Predicted: nothing ran on xpu. Its kernels: declared for xpu, torch 2.8" in in_full
+    assert re.search(rf"autocast-fp16 passes \(predicted\)\. P{passes}", in_full)
+    assert "Error 6.1e-04, tolerance 1e-02" in in_full
     assert {run.evidence for run in result.runs} == {"predicted"}
     assert text_of(call_process("report", saved)) == shown
 
@@ -201,7 +201,7 @@ def test_a_plan_of_a_prediction(tmp_path: Path, call: Call) -> None:
     plan = tmp_path / "plan.json"
     words = shlex.split(f"--device xpu --torch 2.13 --predict -p autocast-bf16 -q --save-plan {plan}")
     shown = text_of(call("scan", model, *words))
-    assert "1 of 2 modules in fp32 passes (predicted). It is predicted to pass" in shown
+    assert "autocast-bf16 with 1 of 2 modules in fp32: predicted to pass on " in shown
     saved = lowprec_check.Plan.load(plan)
     assert (saved.evidence, saved.device, saved.keep_fp32) == ("predicted", "xpu", ["a"])
     assert (saved.latency_ms, saved.speedup, saved.peak_memory_bytes) == (None, None, None)
@@ -226,7 +226,7 @@ def test_what_cannot_be_predicted(words: str, text: str, call: Call) -> None:
 def test_other_backends_are_skipped_with_a_reason(call: Call) -> None:
     words = shlex.split("--device xpu --predict --torch 2.13 --backend inductor -p half -q")
     shown = text_of(call("scan", WHITENING, *words), code=1)
-    assert "half · inductor · predicted skipped" in shown
+    assert "half · inductor skipped" in shown
     assert "only eager runs are predicted" in shown
 
 
