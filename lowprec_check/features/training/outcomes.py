@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from lowprec_check.analysis.run_summary import shorten
 from lowprec_check.analysis.training_status import diverges, nonfinite, when_raised
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.statements import Sentence, chained, say
+from lowprec_check.schema.statements import Sentence, chained, fill, say
 from lowprec_check.schema.training import (
     STALLED,
     LostUpdates,
@@ -80,3 +80,9 @@ class Lost:
         self.decay = decay_lost_of(tensors)
         """The same of updates by weight decay alone; ``None`` if it moves nothing."""
         self.worst = max(tensors, key=lambda one: one.lost)
+
+
+def or_ways(elsewhere: str, ways: Sequence[str]) -> str:
+    """What passes ``elsewhere``, and the ``ways`` with which the precision of a finding passes."""
+    words = "; this precision with {}" if elsewhere else "passes with {}"
+    return elsewhere + fill(words, "; with ".join(ways))

@@ -7,6 +7,8 @@ import html
 import json
 import runpy
 import subprocess
+import sys
+import types
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -593,7 +595,9 @@ def test_the_text_of_a_patch_is_whole() -> None:
     assert line in text(Document("", [CodeBlock(line)]), width=80)
 
 
-def test_a_run_that_passes_with_an_input_in_fp32_needs_no_patch(call: Call, tmp_path: Path) -> None:
+def test_a_run_that_passes_with_an_input_in_fp32_needs_no_patch(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stamps = "inputs = (inputs, 900 + 100 * torch.rand(4, 1, generator=torch.Generator().manual_seed(1)))\n"
     body = "return self.fc(x + t.float().cos().to(x.dtype))"
     file = write(tmp_path, body, head=HEAD.replace("(self, x)", "(self, x, t)"), tail=TAIL + stamps)
@@ -603,11 +607,12 @@ def test_a_run_that_passes_with_an_input_in_fp32_needs_no_patch(call: Call, tmp_
     assert [(repair.precision, repair.inputs) for repair in found.by_input] == [("bfloat16", ["inputs[1]"])]
     assert found.by_input[0].error_after is not None
     assert found.by_input[0].error_after < 0.05 < (found.by_input[0].error_before or 1.0)
-    # The printed code, with the file's own model and inputs
-    space: dict[str, Any] = {}
-    exec(file.read_text(), space)
+    # The printed code imports the file's own model and inputs
+    module, space = types.ModuleType("net"), dict[str, Any]()
+    exec(file.read_text(), vars(module))
+    monkeypatch.setitem(sys.modules, "net", module)
     with torch.no_grad():
-        fp32 = space["model"]()(*space["inputs"])
+        fp32 = module.model()(*module.inputs)
         exec(found.by_input[0].code, space)
     error = float((space["output"].float() - fp32).norm() / fp32.norm())
     assert error == pytest.approx(found.by_input[0].error_after, rel=0.05)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import runpy
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -428,15 +430,20 @@ def test_training_that_diverges_in_fp32() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("example", TRAINED, ids=lambda path: path.stem)
-def test_the_recommended_code_of_the_examples_gives_the_losses_of_the_scan(example: Path) -> None:
+def test_the_recommended_code_of_the_examples_gives_the_losses_of_the_scan(
+    example: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = ScanOptions(device="cpu", precisions="autocast-bf16", train=True, steps=1, times="off", errors="none")
-    *_, found = scan_file(TargetSpec(str(example)), options)
+    *_, found = scan_file(TargetSpec(str(example), steps=options.training_steps), options)
     result = conclude(found)
     run = result.run("autocast-bf16")
     assert run.status == "ok"
     assert run.perturbed is False
     assert run.training is not None
     assert result.recommendation is not None
-    names: dict[str, Any] = runpy.run_path(str(example))
+    module = types.ModuleType(example.stem)  # which the code imports
+    vars(module).update(runpy.run_path(str(example)))
+    monkeypatch.setitem(sys.modules, example.stem, module)
+    names: dict[str, Any] = {}
     exec(result.recommendation.code, names)
     assert names["step_loss"].item() == run.training.ways[0].losses[0]

@@ -111,7 +111,7 @@ def test_underflow_names_bf16_only_if_it_passes() -> None:
     half = a_trained("half", a_way(status="nonfinite", losses=NAN_LOSSES), gradients=UNDERFLOWING[:2])
     bad = a_way(status="inaccurate", divergence=OUTSIDE)
     helps = [one("LP501", half, other).help or "" for other in (a_trained("bfloat16"), a_trained("bfloat16", bad))]
-    assert "bfloat16, which passes" in helps[0]
+    assert helps[0].endswith("; bfloat16 passes")
     assert "bfloat16" not in helps[1]
 
 
@@ -206,7 +206,10 @@ def test_lost_updates_name_what_recovers_them_here() -> None:
     assert "as it is: 1.0 MiB" in text
     assert "stochastic" not in text
     assert "autocast" not in text
-    assert "autocast-bf16" in (one("LP503", run, a_trained("autocast-bf16")).help or "")
+    both = (
+        "autocast-bf16 passes, with its weights in fp32; this precision with fp32 master weights (3.0 MiB); with Kahan"
+    )
+    assert (one("LP503", run, a_trained("autocast-bf16")).help or "").startswith(both)
     weights_in_16_bits = a_trained("autocast-bf16", lost_updates=[lost("head.weight", 0.9)], status="inaccurate")
     assert "autocast, which" not in (one("LP503", weights_in_16_bits).help or "")
 
@@ -252,9 +255,10 @@ def test_unscaling_fp16_gradients_is_explained() -> None:
     run = a_trained("half", a_way(), scaler, a_way("master-weights-scaled", initial_scale=65536.0))
     finding = one("LP505", run)
     assert finding.severity == "note"
-    assert finding.help == "use fp32 master weights and GradScaler"
+    assert finding.help == "passes with fp32 master weights and GradScaler"
     autocast = a_trained("autocast-fp16", a_way("grad-scaler", initial_scale=65536.0))
-    assert (one("LP505", run, autocast).help or "").startswith("use autocast-fp16 with GradScaler or")
+    both = "autocast-fp16 passes with GradScaler; this precision with fp32 master weights and GradScaler"
+    assert one("LP505", run, autocast).help == both
     first = a_trained("half", scaler)
     assert one("LP505", first).severity == "error"
     assert not found("LP108", first)
@@ -337,7 +341,11 @@ def test_a_scaler_that_skips_many_steps() -> None:
     [
         ("forward", "no kernel", "compute it in fp32 and cast back"),
         ("backward", "in the backward pass: no kernel", "compute the op of the forward pass in fp32, on x.float()"),
-        ("optimizer", "in the optimizer step: no kernel", "keep the weights and the optimizer's state in fp32"),
+        (
+            "optimizer",
+            "in the optimizer step: no kernel",
+            "keep the weights and the optimizer's state in fp32: fp32 master weights",
+        ),
     ],
 )
 def test_gaps_name_the_part_of_the_step(phase: Any, prefix: str, advised: str) -> None:
@@ -354,7 +362,7 @@ def test_gaps_name_the_part_of_the_step(phase: Any, prefix: str, advised: str) -
     failed = a_trained("half", a_way(status="error", exception=UNSCALE, losses=[]), gaps=[gap])
     finding = one("LP101", failed, a_trained("autocast-fp16", calls=[OpCall("aten.foo.default")]))
     assert finding.message == prefix
-    assert (finding.help or "").startswith(f"{advised}, or use autocast" if phase != "optimizer" else advised)
+    assert finding.help == f"{advised}; it runs under autocast"
 
     under_autocast = a_trained("autocast-fp16", a_way(status="error", exception=UNSCALE, losses=[]), gaps=[gap])
     advised = "compute it in fp32 and cast back" if phase == "optimizer" else advised  # its weights are in fp32
@@ -422,10 +430,12 @@ def test_a_run_that_fails_or_is_slower_than_fp32_is_never_called_faster() -> Non
 
 def test_the_verdict_says_its_margin() -> None:
     near = conclude(a_result(a_trained("autocast-bf16", a_way(distances=[0.18] * STEPS), latency_ms=5.0)))
-    assert "90 % of the limit from 3 fp32 runs with other seeds" in said(near, "training")[0]
-    assert [its.tone for its in statements(near) if its.kind in ("verdict", "training")] == ["warn", "warn"]
+    assert said(near, "training")[0].endswith("distance from the weights of fp32: 90 % of the limit")
+    assert "90 % of the limit from 3 fp32 runs with other seeds" in said(near, "trained")[0]
+    tones = [its.tone for its in statements(near) if its.kind in ("verdict", "training", "trained")]
+    assert tones == ["warn", "warn", "warn"]
     random = a_trained("bfloat16", BAD, a_way("stochastic-rounding", distances=[0.9] * STEPS))
-    assert "which is not judged" in said(conclude(a_result(random)), "training")[0]
+    assert "which is not judged" in said(conclude(a_result(random)), "trained")[0]
 
 
 def test_the_distance_decides_between_equals() -> None:

@@ -132,7 +132,7 @@ def test_a_way_in_a_file_is_recommended_where_it_passes() -> None:
         in result.recommendation.reason
     )
     assert [found.help for found in result.diagnostics if found.code == "LP503"] == [
-        "use two steps at once (3.0 MiB) (weights and optimizer state as it is: 3.0 MiB)"
+        "passes with two steps at once (3.0 MiB) (weights and optimizer state as it is: 3.0 MiB)"
     ]
 
 

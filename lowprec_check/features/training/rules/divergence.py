@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
 from lowprec_check.analysis.rules.relevance import instead, recommended_instead
 from lowprec_check.analysis.training_status import first_way, unscales_fp16, way_text
-from lowprec_check.features.training.outcomes import told, trained_runs
+from lowprec_check.features.training.outcomes import or_ways, told, trained_runs
 from lowprec_check.schema.scan_result import ScanResult, Severity
-from lowprec_check.schema.statements import Sentence, chained, say, say_if
+from lowprec_check.schema.statements import Sentence, chained, fill, say, say_if
 from lowprec_check.schema.training import Divergence, TrainingWay
 
 
@@ -45,13 +45,10 @@ def unscale_fp16(result: ScanResult) -> Iterator[Finding]:
         # What passed with weights in fp32 in the same scan.
         fp16 = [other for other in low_runs(result) if run.format is not None and other.format == run.format]
         autocast = [other for other in fp16 if other.is_autocast and other.status == "ok"]
-        passed = [f"{other.precision} with GradScaler" for other in autocast[:1]]
+        elsewhere = fill("{} passes with GradScaler", next((other.precision for other in autocast), ""))
         masters = training.way("master-weights-scaled")
-        if masters is not None and masters.status == "ok":
-            passed.append(masters.declared.words)
-        advice = "try autocast with GradScaler, or fp32 master weights and GradScaler"
-        if passed:
-            advice = f"passes with {'; with '.join(passed)}"
+        ways = [masters.declared.words] if masters is not None and masters.status == "ok" else []
+        advice = or_ways(elsewhere, ways) or "try autocast with GradScaler, or fp32 master weights and GradScaler"
         severity: Severity | None = None if failed is training.ways[0] else "note"
         yield Finding(message, run, help=advice, severity=severity)
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from lowprec_check.analysis.recommend import changes_nothing
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
 from lowprec_check.analysis.training_status import LOST, first_way, keeps_weights, passing_ways
-from lowprec_check.features.training.outcomes import Lost, trained_runs
+from lowprec_check.features.training.outcomes import Lost, or_ways, trained_runs
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.statements import Figure, Sentence, bytes_figure, chained, percent, say, say_if
+from lowprec_check.schema.statements import Figure, Sentence, bytes_figure, chained, fill, percent, say, say_if
 from lowprec_check.schema.training import LostUpdates
 
 STALLED = 0.5  # a share of lost updates of buffers and state worth a finding: below, averages still follow
@@ -91,9 +91,9 @@ def what_recovers(run: Run, result: ScanResult) -> str:
         if other.key != run.key and keeps_weights(other) and other.status == "ok" and not changes_nothing(other)
     ]
     same = [other for other in autocast if other.format == run.format]
-    names = [f"{other.key.label}, which keeps the weights in fp32" for other in (*same, *autocast)[:1] if run.format]
+    elsewhere = next((other.key.label for other in (*same, *autocast) if run.format), None)
     # The ways to train in this precision, with what they still lose and how much memory they take.
-    passed = [way for way in passing_ways(run) if way.declared.updater]
+    names, passed = [], [way for way in passing_ways(run) if way.declared.updater]
     for way in sorted(passed, key=lambda way: way.declared.order):
         figures = []
         if way.lost_updates:
@@ -102,11 +102,11 @@ def what_recovers(run: Run, result: ScanResult) -> str:
             figures.append(bytes_figure(way.state_bytes))
         words = way.declared.words
         names.append(f"{words} ({', '.join(figures)})" if figures else words)
-    if not names and run.is_autocast:
+    if not (names or elsewhere) and run.is_autocast:
         return "keep the weights in fp32: autocast casts copies of them"
-    if not names:
+    if not (names or elsewhere):
         return "try autocast or fp32 master weights, which keep the weights in fp32"
-    advice, first = f"passes with {'; with '.join(names)}", first_way(run)
+    advice, first = or_ways(fill("{} passes, with its weights in fp32", elsewhere or ""), names), first_way(run)
     if first and first.state_bytes and passed:
         advice += f" (weights and optimizer state as it is: {bytes_figure(first.state_bytes)})"
     return advice
