@@ -148,6 +148,10 @@ def test_use_is_said_only_with_a_known_gain(runs: list[Run], environment: dict[s
     result = concluded(runs, environment)
     assert verdict(result) == wanted
     assert (action(result) == "use") == wanted.startswith("Use")
+    assert result.recommendation is not None
+    reason = result.recommendation.reason
+    assert ("not timed" in wanted) <= ("ot timed" not in reason)
+    assert ("passes and saves" in wanted) <= ("less memory" not in reason)
 
 
 # -- all advice of a result

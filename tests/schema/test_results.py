@@ -138,7 +138,15 @@ def test_a_thousand_findings_fit_on_a_screen() -> None:
     gaps = [a_gap(module=f"layers.{i}", source=f"m.py:{i}") for i in range(1000)]
     screen = render(with_diagnostics(a_result(a_run("fp32"), a_run(status="error", gaps=gaps))), width=80)
     assert len(screen.splitlines()) < 30
-    assert "and 999 more" in screen
+    assert "dot of layers.0, layers.1 and 998 more (m.py:0, 1, 2 and 997 more)" in " ".join(screen.split())
+    assert max(map(len, screen.splitlines())) <= 80
+
+
+def test_a_thousand_ops_without_kernel_fit_on_a_screen() -> None:
+    gaps = [a_gap(op=f"op{i}", source=f"m.py:{i}") for i in range(1000)]
+    screen = render(with_diagnostics(a_result(a_run("fp32"), a_run(status="error", gaps=gaps))), width=80)
+    assert len(screen.splitlines()) < 30
+    assert "op0, op1, op2, op3 and 996 more of layer (m.py:0, 1, 2 and 997 more)" in " ".join(screen.split())
     assert max(map(len, screen.splitlines())) <= 80
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from lowprec_check.errors import Terminated, UsageError, message_of, text_of, type_name
+from lowprec_check.process import system
 from lowprec_check.process.fork_lock import ForkLock
 from lowprec_check.process.function_worker import end_if_forked, in_worker
 from lowprec_check.torchkit.devices import says_device_is_absent
@@ -39,7 +40,11 @@ def call_user_code(what: str, work: Callable[[], T], hint: str | None = None) ->
     ``hint``.
     """
     try:
-        return work()
+        try:
+            return work()
+        finally:
+            if in_worker():
+                system.restore_builtins()
     except (UsageError, Terminated):
         raise
     except SyntaxError as error:

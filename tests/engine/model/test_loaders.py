@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import multiprocessing
+import re
 import sys
 import textwrap
 import threading
@@ -22,6 +23,7 @@ from user_files import NET
 from lowprec_check import ScanResult, UsageError, scan
 from lowprec_check.analysis.snippet import snippet
 from lowprec_check.engine.model.load_target import load_target
+from lowprec_check.engine.model.target_spec import TargetSpec
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
 from lowprec_check.torchkit.devices import seed_everything
 from lowprec_check.torchkit.output_comparison import compare_outputs
@@ -446,17 +448,23 @@ model, inputs = Tied().eval(), torch.tensor([[1, 2]])
         ),
         (nn.Linear(2, 2), r"w\.pt is not a file of weights: it holds an object of torch.nn"),
         (b"garbage", "is not a file of weights"),
-        (None, r"No such file: w\.pt"),
     ],
 )
 def test_weights_that_do_not_fit(here: Path, write: Write, content: Any, message: str) -> None:
     path = write(NET + "model = Net().eval()\ninputs = torch.ones(1, 3)")
     if isinstance(content, bytes):
         Path("w.pt").write_bytes(content)
-    elif content is not None:
+    else:
         saved(content, "w.pt")
     with pytest.raises(UsageError, match=message):
         load_target(str(path), weights="w.pt")
+
+
+@pytest.mark.parametrize(("weights", "problem"), [("w.pt", "No such file: w.pt"), (".", ". is a folder")])
+def test_weights_that_are_no_file_are_named_before_the_model_is_made(here: Path, weights: str, problem: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(f"{problem}.\n")) as caught:
+        TargetSpec("model.py", weights=Path(weights)).check()
+    assert caught.value.hint == "Give --weights the path of a saved state dict."
 
 
 # -- zoos

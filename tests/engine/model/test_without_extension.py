@@ -220,7 +220,8 @@ def test_what_torch_no_longer_has_is_named(here: Path, write: Write, line: str, 
 @pytest.mark.parametrize("mode", [[], ["--train"]], ids=["inference", "training"])
 def test_a_script_with_the_extension_is_scanned(here: Path, write: Write, call: Call, mode: list[str]) -> None:
     path = write(TRAIN.format(optimize=BF16.format(more=""), context=CASES["bf16"][1]), "train.py")
-    done = call("scan", str(path), *mode, "-p", "autocast-bf16", "--times", "off", "--json", str(here / "scan.json"))
+    options = ("-v", "-p", "autocast-bf16", "--times", "off", "--json", str(here / "scan.json"))
+    done = call("scan", str(path), *mode, *options)
     assert done.returncode == 0, done.stderr
     result = ScanResult.load(here / "scan.json")
     assert [run.status for run in result.runs] == ["ok", "ok"]
