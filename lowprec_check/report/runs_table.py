@@ -136,13 +136,14 @@ def _why_reference(run: Run) -> str:
     parts = []
     if run.latency_ms is not None:
         parts = [milliseconds(run.latency_ms)]
+    timing = run.timing
+    if timing is not None:
+        parts.append(f"{timing.scenario}{fill(', batch {}', timing.batch)}: {milliseconds(timing.median_ms)}")
     memory = run.process_memory_bytes or run.peak_memory_bytes
     if is_too_small(run.process_memory_bytes):
         parts.append(f"under {bytes_figure(LEAST_MEMORY)}")
     elif memory:
         parts.append(bytes_figure(memory))
-    timing = run.timing
     if timing is not None:
-        parts.append(f"{timing.scenario}: {milliseconds(timing.median_ms)}")
-        parts.append(f"{timing.instances} × {timing.cores} cores{fill(', batch {}', timing.batch)}")
+        parts.append(f"{timing.instances} × {timing.cores} cores")
     return ", ".join(parts)

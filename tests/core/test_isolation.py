@@ -416,7 +416,8 @@ def test_limits_and_figures_hold_where_a_file_stops_clocks_and_replaces_function
     options = ("-p", "half,bf16", "--budget", "4", "--no-plan", "--fail-on", "never", "--further-inputs", "0")
     done = call("scan", write(REPLACES), "--isolation", isolation, "--json", saved, *options)
     assert done.returncode == 0, done.stderr
-    fp32, half, bfloat16 = ScanResult.load(saved).runs
+    result = ScanResult.load(saved)
+    fp32, half, bfloat16 = (result.run(precision) for precision in ("fp32", "half", "bfloat16"))
     assert (half.status, bfloat16.status) == ("ok", "timeout")
     assert half.complete
     assert all(run.latency is not None and 0 < run.latency.median_ms < 1e3 for run in (fp32, half))

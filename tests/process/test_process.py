@@ -257,12 +257,13 @@ def test_a_worker_that_is_not_watched_any_more_can_be_released() -> None:
 
 
 def freezes(send: SendBytes) -> None:
-    send(b"%d" % (gc.get_freeze_count() > 0))
+    send(b"%d" % (gc.get_freeze_count() > 1000))
 
 
 def test_collections_of_a_fork_do_not_visit_what_it_copied() -> None:
+    before = gc.get_freeze_count()  # Python 3.12 freezes some objects itself
     assert watch(forked(freezes))[0] == [1]
-    assert not gc.get_freeze_count()
+    assert gc.get_freeze_count() == before
 
 
 def test_a_worker_that_floods_is_killed_at_its_deadline() -> None:

@@ -412,7 +412,9 @@ def _place_of_code(module: types.ModuleType, name: str, dotted: str | None, *, w
         if was_left and numbers:
             return _Place("", f"# in {file}, after line {max(numbers)}:")
         return _Place("", f"# in {file}, at its end:")
-    folder = Path(module.__file__ or "").resolve().parents[len(words) - 1]
+    folder = Path(module.__file__ or "").resolve()
+    for _ in words:  # the user's file, which has run, may have replaced `len`
+        folder = folder.parent
     if folder == Path.cwd():
         return _Place(module.__name__, "", str(folder))
     return _Place(module.__name__, f"  # in the folder {os.path.relpath(folder)}", str(folder))

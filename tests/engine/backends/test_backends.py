@@ -7,7 +7,9 @@ import gc
 import math
 import re
 import runpy
+import sys
 import time
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -118,7 +120,9 @@ SMALLER = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
-def test_traced_rows_equal_the_printed_code_on_every_example(file: Path, call: Call, tmp_path: Path) -> None:
+def test_traced_rows_equal_the_printed_code_on_every_example(
+    file: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if file.stem in SMALLER:
         text = file.read_text(encoding="utf-8")
         for size, smaller in SMALLER[file.stem].items():
@@ -157,9 +161,12 @@ def test_traced_rows_equal_the_printed_code_on_every_example(file: Path, call: C
         reference = output_tensors(target.model(*target.args, **target.kwargs))
 
     def defined() -> dict[str, Any]:
-        space = runpy.run_path(str(file))
-        made = copy.deepcopy(target.model)
-        return space if isinstance(space["model"], nn.Module) else space | {"model": lambda: made}
+        module, made = types.ModuleType(file.stem), copy.deepcopy(target.model)
+        space = vars(module)
+        space.update(runpy.run_path(str(file)))
+        space["model"] = made if isinstance(space["model"], nn.Module) else lambda: made
+        monkeypatch.setitem(sys.modules, file.stem, module)  # the printed code imports its names
+        return space
 
     rows = check_rows(result, defined, reference)
     assert rows == len(result.runs) - 1 - sum(run.status == "skipped" for run in result.runs) >= 3
@@ -200,7 +207,7 @@ def test_channels_last_rows_equal_the_printed_code() -> None:
     )
     assert check_rows(result, conv_net, conv_net_output()) == 6
     code = snippet(RunKey("bfloat16", memory_format="channels_last"), result.model)
-    assert "model.to(memory_format=torch.channels_last)" in code
+    assert "model.bfloat16().to(memory_format=torch.channels_last)" in code
     assert "inputs = inputs.to(torch.bfloat16, memory_format=torch.channels_last)" in code
 
 
