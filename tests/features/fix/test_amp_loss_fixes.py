@@ -107,7 +107,7 @@ model = model.to(torch.float16)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for x, y in zip(X.split(16), Y.split(16)):
     with torch.autocast("cpu", torch.float16):
-        loss = F.mse_loss(model(x.to(next(model.parameters()).dtype)), y)
+        loss = F.mse_loss(model(x.to(next(model.parameters()).dtype)).float(), y)
     scaler.scale(loss).backward()
 """
         + STEP,
