@@ -514,18 +514,28 @@ def test_a_wrong_output_is_answered_with_the_recommendation() -> None:
         (
             0.1,
             False,
-            "Speed not known (its calls are too short), this device does not accelerate fp16.",
+            "autocast-fp16 passes (speed unclear). Its calls are too short, this device does not accelerate fp16.",
         ),
-        (0.1, True, "Speed not known (its calls are too short)."),
-        (0.1, None, "Speed not known (its calls are too short)."),
-        (20.0, False, "2.0 times slower than fp32, this device does not accelerate fp16."),
-        (10.0, False, "About as fast as fp32, this device does not accelerate fp16."),
-        (5.0, False, "2.0 times as fast as fp32."),
+        (0.1, True, "autocast-fp16 passes (speed unclear). Its calls are too short."),
+        (0.1, None, "autocast-fp16 passes (speed unclear). Its calls are too short."),
+        (
+            20.0,
+            False,
+            "Stay in fp32: autocast-fp16 is 2.0 times slower. This device does not accelerate fp16.",
+        ),
+        (
+            10.0,
+            False,
+            "autocast-fp16 passes (about as fast as fp32). This device does not accelerate fp16.",
+        ),
+        (5.0, False, "Use autocast-fp16. 2.0 times as fast as fp32."),
     ],
 )
 def test_a_recommendation_fits_the_head(latency: float, fp16: bool | None, says: str) -> None:
     best = a_run("autocast-fp16", latency_ms=latency, output_error=stats(1e-3), tolerance=1e-2)
-    assert reason_of(best, fp16_accelerated=fp16, bf16_accelerated=True).startswith(f"{says} ")
+    result = conclude(a_result(best, fp16_accelerated=fp16, bf16_accelerated=True))
+    assert result.recommendation is not None
+    assert f"{verdict(result)}. {result.recommendation.reason}".startswith(f"{says} ")
 
 
 def reason_of(*runs: Run, **environment: Any) -> str:
