@@ -15,6 +15,7 @@ from lowprec_check.process.function_worker import Ended
 from lowprec_check.schema.base import Struct, encoded
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.scan_result import Gap, Run
+from lowprec_check.schema.scanned_model import PART_FAILED
 
 Value = TypeVar("Value")
 
@@ -145,4 +146,4 @@ def faults_sent(what: str, send: Send) -> Iterator[None]:
         yield
     except BaseException as error:  # the user's metric may exit
         reraise_interrupt(error)
-        send(PartFailed(f"{what} failed: {type_name(error)}: {first_line(message_of(error))}"))
+        send(PartFailed(f"{what}{PART_FAILED}{type_name(error)}: {first_line(message_of(error))}"))

@@ -36,7 +36,7 @@ from lowprec_check.report.runs_table import runs_table
 from lowprec_check.schema.precisions import LOW_FORMATS
 from lowprec_check.schema.registry import choices
 from lowprec_check.schema.scan_result import ScanResult
-from lowprec_check.schema.scanned_model import DECISIVE_NOTES
+from lowprec_check.schema.scanned_model import is_decisive
 from lowprec_check.schema.statements import Statement, agree, counted, fill, say
 
 _SHOWN_REASONS, _MOST_REASONS = 2, 3
@@ -97,7 +97,7 @@ def _detail(statement: Statement) -> Detail:
 def _is_warning(statement: Statement) -> bool:
     """Whether it may change what to do, so that the first screen has it above the verdict."""
     if statement.kind == "note":
-        return statement.text in DECISIVE_NOTES
+        return is_decisive(statement.text)
     return _detail(statement) == "first" and statement.tone == "warn"
 
 

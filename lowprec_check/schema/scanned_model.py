@@ -19,8 +19,13 @@ IN_TRAINING_MODE = "the model is in training mode: call model.eval() in your fil
 """A note on a model whose forward pass alone is scanned."""
 ZERO_OUTPUT = "the fp32 output is all zeros (a zero-initialized head?)"
 """A note on a model whose output tells nothing."""
-DECISIVE_NOTES = (IN_TRAINING_MODE, ZERO_OUTPUT)
-"""Notes without which a verdict is misread; the others are details."""
+PART_FAILED = " failed: "
+"""Between what of a run failed, as the user's metric, and why, in a note."""
+
+
+def is_decisive(note: str) -> bool:
+    """Whether a verdict is misread without this note; others are details."""
+    return note in (IN_TRAINING_MODE, ZERO_OUTPUT) or PART_FAILED in note
 
 
 class ModelInfo(Struct, frozen=True, kw_only=True):
