@@ -387,9 +387,8 @@ def test_a_switch_of_the_script_is_used_if_it_trains_as_fp32_does(call: Call, tm
     parser = "import argparse\nparser = argparse.ArgumentParser()\n"
     parser += 'parser.add_argument("--amp", action="store_true")\nargs = parser.parse_args()\n'
     loop = LOOPS["function"].replace("out = net(x)", "out = under(net, x)")
-    under = (
-        "def under(net, x):\n    with torch.autocast('cpu', torch.bfloat16, enabled=args.amp):\n        return net(x)\n"
-    )
+    under = "def under(net, x):\n    with torch.autocast('cpu', torch.bfloat16, enabled=args.amp):\n"
+    under += "        return net(x).float()\n"
     file.write_text(f"{parser}{HEAD}{under}{loop}")
     done = call("fix", file, "-q", "--train", folder=tmp_path)
     assert "run the script with --amp" in " ".join(done.stdout.split())
