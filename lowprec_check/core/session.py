@@ -87,7 +87,9 @@ def scan_file(
         for run in result.runs:
             sent = runs.get(run.key)
             runs[run.key] = run if sent is None else msgspec.structs.replace(run, op_calls=sent.op_calls)
-        whole = as_wanted(list(runs.values()), options.keys(result.runs[0].device if result.runs else ""))
+        # The first run is known from the first result on; a result may have no run that changed.
+        whole = list(runs.values())
+        whole = as_wanted(whole, options.keys(whole[0].device))
         yield msgspec.structs.replace(result, runs=whole, target_options=spec.options)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowprec_check.engine.model.inputs import tensors_named
 from lowprec_check.engine.model.prepared import Application, application_of
 from lowprec_check.features.programs.assignments import Assignment, Assignments
 from lowprec_check.features.programs.program_scan import CallError
@@ -63,7 +64,7 @@ class ProgramCaster(CallWatcher):
         if application is None:
             output = call(module, *args, **kwargs)
         else:
-            args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to(application.dtype_of_input(tensor)))
+            args, kwargs = _cast(application, args, kwargs)
             with application.context(device.type):
                 output = call(module, *args, **kwargs)
             output = map_tensors(output, lambda tensor: tensor.float() if tensor.dtype in NARROW else tensor)
@@ -92,6 +93,18 @@ class ProgramCaster(CallWatcher):
         compared = compare_outputs(output, torch.load(file))
         error = compared.distance if math.isfinite(compared.distance) else None
         self.errors.append(CallError(key, number, error, compared.nonfinite, compared.note or ""))
+
+
+def _cast(application: Application, args: Any, kwargs: Any) -> Any:
+    """Inputs in the dtypes of a precision, but for those that stay in fp32."""
+    fp32 = {id(tensor) for tensor in tensors_named(application.keep_fp32_inputs, args, kwargs)}
+
+    def cast(tensor: Tensor) -> Tensor:
+        if id(tensor) in fp32:
+            return tensor
+        return tensor.to(application.dtype_of_input(tensor))
+
+    return map_tensors((args, kwargs), cast)
 
 
 def _sample(tensor: Tensor) -> Tensor:

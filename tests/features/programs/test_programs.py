@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from lowprec_check import UsageError, watch
 from lowprec_check.engine.model.target_spec import TargetSpec
-from lowprec_check.features.programs.assignments import RECOMMENDED
+from lowprec_check.features.programs.assignments import RECOMMENDED, Assignment
 from lowprec_check.features.programs.calls_of_model import MOST, CallsOfModel
+from lowprec_check.features.programs.casting import ProgramCaster
 from lowprec_check.features.programs.program_document import program_document
 from lowprec_check.features.programs.program_file import scan_program_file
 from lowprec_check.features.programs.program_scan import CallError, ProgramRun, ProgramScan, ScannedModel
@@ -267,6 +268,28 @@ def by_hand(pipe: Any, dtype: torch.dtype) -> Tensor:
         x = x - 0.1 * pipe.unet(x.to(dtype), step, cond=cond.to(dtype)).float()
     output: Tensor = pipe.vae.decode(x.to(dtype)).float()
     return output
+
+
+def test_an_input_that_stays_in_fp32_is_not_cast(tmp_path: Path) -> None:
+    seen: list[torch.dtype] = []
+
+    class Timed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
+            seen.extend([x.dtype, timestep.dtype])
+            output: Tensor = self.last(x) * timestep.to(x.dtype)
+            return output
+
+    model = Timed()
+    caster = ProgramCaster({"Timed#0": Assignment("half", keep_fp32_inputs=["timestep"])}, [], tmp_path)
+    caster._keys[id(model)] = model, "Timed#0"
+    with caster.watching(), torch.no_grad():
+        output = model(torch.ones(2, 4), timestep=torch.tensor(3.0))
+    assert seen == [torch.float16, torch.float32]
+    assert output.dtype == torch.float32
 
 
 def test_a_run_with_nan_is_saved_and_shown(tmp_path: Path) -> None:
