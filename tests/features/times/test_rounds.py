@@ -382,8 +382,7 @@ def test_the_command_saves_the_times_of_rounds_and_none_without_them(write: Writ
     json = path.with_suffix(".json")
     assert call("scan", path, "-p", "half", "-p", "bfloat16", "--times", times, "--json", json).returncode == 0
     result = ScanResult.load(json)
-    assert result.runs[0].is_reference
-    assert sorted(run.precision for run in result.runs[1:]) == ["bfloat16", "half"]  # slow ones run last
+    assert [run.precision for run in result.runs] == ["fp32", "half", "bfloat16"]
     if times == "on":
         assert all(run.latency is not None for run in result.runs)
         assert all(run.latency_ms == run.latency.median_ms for run in result.runs if run.latency)
