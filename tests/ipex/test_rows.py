@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import run_printed
 
 from lowprec_check.analysis.snippet import snippet
 from lowprec_check.schema.scan_result import Run, ScanResult
@@ -126,9 +127,9 @@ def check(ipex: Any, path: Path, result: ScanResult, run: Run) -> None:
     expected = distance(path, output)
     assert run.output_error.rel_l2 == pytest.approx(expected, rel=0.02, abs=3e-7)
     assert expected < (2e-2 if run.is_low else 1e-5)
-    space = runpy.run_path(str(path))
+    names = runpy.run_path(str(path))
     torch._dynamo.reset()
-    exec(snippet(run.key, result.model), space)
+    space = run_printed(snippet(run.key, result.model), names)
     assert distance(path, space["output"]) == pytest.approx(expected, rel=0.02, abs=3e-7)
     assert not torch.is_autocast_enabled("cpu")
     assert torch.is_autocast_cache_enabled()
