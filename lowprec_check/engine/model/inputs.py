@@ -81,6 +81,15 @@ def bind(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     return by_name
 
 
+def as_inputs(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a call of ``forward`` is made with, in a form in which inputs can be given."""
+    if args and kwargs:
+        return bind(forward, args, kwargs)
+    if len(args) == 1 and isinstance(args[0], Tensor):
+        return args[0]
+    return args or kwargs
+
+
 def describe_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     """``(1, 3, 224, 224)`` for each tensor, with its dtype if that is not fp32."""
     described = []

@@ -23,7 +23,7 @@ from lowprec_check.engine.model.inputs import (
     PASTE_INPUTS,
     BatchMaker,
     as_call,
-    bind,
+    as_inputs,
     call_code,
     inputs_code,
     is_function,
@@ -157,7 +157,8 @@ def _load_from_module(spec: str, inputs: tuple[str, ...], steps: int) -> Target:
         name, definition = _find_model(module, attribute)
         model, model_inputs, code = _made(module, name, definition, model_inputs)
         if model_inputs is None and call is not None and call.model is model:
-            model_inputs, other_inputs = _inputs_of(call), f", called at {call.line}"
+            model_inputs = as_inputs(forward_of(call.model), call.args, call.kwargs)
+            other_inputs = f", called at {call.line}"
         if model_inputs is None:
             raise _UndefinedError(f"{display_name(module)} defines no `inputs`.", PASTE_INPUTS)
     except _UndefinedError as error:
@@ -224,7 +225,7 @@ def _target_of_training(training: ObservedTraining, script: UserModule, inputs: 
         raise UsageError(problem, DEFINE_PARTS)
     forward = forward_of(training.model)
     # Each batch in the form of inputs that a user gives, and from that in the form of a call
-    calls = [_inputs_of(ModelCall(training.model, *batch[:2], training.line)) for batch in training.batches]
+    calls = [as_inputs(forward, *batch[:2]) for batch in training.batches]
     pairs = zip(calls, training.batches, strict=True)
     batches = [ObservedBatch(*as_call(call, forward)[:2], batch.targets) for call, batch in pairs]
     # What the names of code to paste mean in this script
@@ -263,7 +264,7 @@ def _target_of_call(call: ModelCall | None, script: UserModule, inputs: tuple[st
         parts["loss"] = None  # a call of the model has no targets
     return unchecked_target(
         call.model,
-        _inputs_of(call) if new_inputs is None else new_inputs,
+        as_inputs(forward_of(call.model), call.args, call.kwargs) if new_inputs is None else new_inputs,
         source=call.line,
         taken="; ".join([f"called at {call.line}, the first call of a model in the script", *call.passed_over]),
         setup=_setup_of_call(call, module, new_inputs is not None),
@@ -293,15 +294,6 @@ def _names_of_call(call: ModelCall, other_inputs: bool) -> dict[str, str]:
     if other_inputs:
         return {}
     return {name: code for name, code in call.names.items() if name == "model" or code.isidentifier()}
-
-
-def _inputs_of(call: ModelCall) -> Any:
-    """What the model is called with, in a form in which inputs can be given."""
-    if call.args and call.kwargs:
-        return bind(forward_of(call.model), call.args, call.kwargs)
-    if len(call.args) == 1 and isinstance(call.args[0], Tensor):
-        return call.args[0]
-    return call.args or call.kwargs
 
 
 _PARTS = ("loss", "criterion", "optimizer", "average", "metric", "calibration")

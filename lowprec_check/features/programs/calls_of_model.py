@@ -32,7 +32,6 @@ class CallCopy(NamedTuple):
     """The largest of the floating-point inputs; NaN and infinities do not count."""
     form: str
     """Shapes, up to a factor of 2, and dtypes of the inputs."""
-    bytes: int
 
 
 class CallsOfModel:
@@ -53,8 +52,7 @@ class CallsOfModel:
         largest = max((call.magnitude for call in self._kept), default=-1.0)
         is_new = all(call.form != form for call in self._kept)
         if is_new or magnitude > _LARGER * largest:
-            size = sum(tensor.nbytes for tensor in tensors)
-            self._keep(CallCopy(self.count, line, *copied((args, kwargs)), magnitude, form, size))
+            self._keep(CallCopy(self.count, line, *copied((args, kwargs)), magnitude, form))
             self._last = None
         else:
             given = map_tensors((args, kwargs), lambda tensor: tensor)
@@ -78,9 +76,7 @@ class CallsOfModel:
             number, line, (args, kwargs), versions = self._last
             if all(_version(tensor) == version for tensor, version in versions):
                 tensors = [tensor for tensor, _ in versions]
-                size = sum(tensor.nbytes for tensor in tensors)
-                form, magnitude = _form(tensors), _magnitude(tensors)
-                calls.append(CallCopy(number, line, *copied((args, kwargs)), magnitude, form, size))
+                calls.append(CallCopy(number, line, *copied((args, kwargs)), _magnitude(tensors), _form(tensors)))
         different: list[CallCopy] = []
         for call in calls:
             if not any(same_values((call.args, call.kwargs), (other.args, other.kwargs)) for other in different):

@@ -16,7 +16,7 @@ from torch import nn
 from lowprec_check.analysis.conclusion import conclude
 from lowprec_check.core.machine import version
 from lowprec_check.core.scan import ScanArguments, growing_scan
-from lowprec_check.engine.model.inputs import bind
+from lowprec_check.engine.model.inputs import as_inputs
 from lowprec_check.engine.model.target import Target, check, forward_of, unchecked_target
 from lowprec_check.engine.model.target_source import TargetSource
 from lowprec_check.engine.model.target_spec import OnProgress
@@ -53,7 +53,7 @@ class ProgramModel:
         model = self.module
         if self.method:
             model = _with_forward(model, self.method)
-        inputs = [_inputs_of(model, call) for call in self.kept]
+        inputs = [as_inputs(forward_of(model), call.args, call.kwargs) for call in self.kept]
         line = self.kept[0].line
         target = unchecked_target(
             model,
@@ -205,13 +205,6 @@ def _with_forward(module: nn.Module, method: str) -> nn.Module:
     other = copy.copy(module)
     other.__class__ = type(kind.__name__, (kind,), {"forward": function, "__module__": kind.__module__})
     return other
-
-
-def _inputs_of(model: nn.Module, call: CallCopy) -> Any:
-    """What the model is called with, in a form in which inputs can be given."""
-    if call.args and call.kwargs:
-        return bind(forward_of(model), call.args, call.kwargs)
-    return call.args or call.kwargs
 
 
 def _progress_of(on_progress: Callable[[str, str], None], name: str, run: str, doing: str) -> None:
