@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from lowprec_check.engine.model.user_script import Ran
 from lowprec_check.engine.model.user_surroundings import exit_handlers_of_the_user
 from lowprec_check.errors import UsageError
 from lowprec_check.torchkit.devices import seed_everything
+from lowprec_check.torchkit.source_location import PACKAGE, is_user_code
 
 Watching = Callable[[Callable[[], Mapping[str, Any]]], contextlib.AbstractContextManager[None]]
 """Entered around the script, with what returns its variables."""
@@ -50,6 +52,10 @@ def run_to_end(
         sys.argv, sys.path[:] = argv, folders
 
 
+_AGAIN = 0.01
+"""Seconds until the end of a program is tried again."""
+
+
 class _OverdueError(BaseException):
     """Ends a program that runs too long."""
 
@@ -59,7 +65,13 @@ def _run(work: Callable[[], object], watching: Watching, seconds: float) -> Ran:
     variables, effects = vars(sys.modules["__main__"]), OutsideEffects()
     over: tuple[str, ...] = ()
 
-    def end(_number: int, _frame: object) -> None:
+    def end(_number: int, frame: FrameType | None) -> None:
+        # Not while this package copies or compares: it is soon over
+        while frame is not None and not is_user_code(frame.f_code.co_filename):
+            if frame.f_code.co_filename.startswith(PACKAGE):
+                signal.setitimer(signal.ITIMER_REAL, _AGAIN)
+                return
+            frame = frame.f_back
         raise _OverdueError
 
     handler = signal.signal(signal.SIGALRM, end)
