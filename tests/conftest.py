@@ -150,17 +150,18 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder as the current one. Imports from it, and from those of other tests, are forgotten."""
-
-    def forget() -> None:
-        for name, module in list(sys.modules.items()):
-            if str(getattr(module, "__file__", None)).startswith(str(tmp_path.parent)):
-                del sys.modules[name]
-
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    forget()
+    forget_modules(tmp_path.parent)
     yield tmp_path
-    forget()
+    forget_modules(tmp_path.parent)
+
+
+def forget_modules(folder: Path) -> None:
+    """Forget the imports from a folder: a file of the same name elsewhere is then imported as in a new process."""
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(str(folder)):
+            del sys.modules[name]
 
 
 class Done(NamedTuple):
@@ -175,7 +176,9 @@ Call = Callable[..., Done]
 
 
 @pytest.fixture
-def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
+def call(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Call:
     """Call the command in this process, in the repository's root: ``call("scan", path)``.
 
     A process of its own would import torch anew, which takes 2.5 seconds; :func:`call_process` is for where that is
@@ -194,6 +197,7 @@ def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
             patch.setattr(sys, "argv", ["lowprec-check", *map(str, arguments)])
             patch.setattr(sys, "stdout", stdout)
             patch.setattr(sys, "stderr", stderr)
+            patch.setattr(sys, "path", list(sys.path))
             patch.chdir(folder)
             try:
                 with pytest.raises(SystemExit) as ended:
@@ -201,6 +205,7 @@ def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
             finally:
                 os.dup2(kept, 1)  # which the command keeps for itself
                 os.close(kept)
+                forget_modules(tmp_path_factory.getbasetemp())
         return Done(int(ended.value.code or 0), *capfd.readouterr())
 
     return call_main

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
@@ -21,7 +22,7 @@ from lowprec_check.engine.model.user_script import Ran
 from lowprec_check.engine.model.user_surroundings import exit_handlers_of_the_user
 from lowprec_check.errors import UsageError
 from lowprec_check.torchkit.devices import seed_everything
-from lowprec_check.torchkit.source_location import PACKAGE, is_user_code
+from lowprec_check.torchkit.source_location import PACKAGE, is_installed, is_user_code
 
 Watching = Callable[[Callable[[], Mapping[str, Any]]], contextlib.AbstractContextManager[None]]
 """Entered around the script, with what returns its variables."""
@@ -52,29 +53,49 @@ def run_to_end(
         sys.argv, sys.path[:] = argv, folders
 
 
-_AGAIN = 0.01
-"""Seconds until the end of a program is tried again."""
+_AGAIN, _ANYWHERE = 0.01, 1.0
+"""Seconds until the end of a program is tried again; until it is tried wherever the program is."""
 
 
 class _OverdueError(BaseException):
     """Ends a program that runs too long."""
 
 
+class _Overdue:
+    """The end of a program whose time is over, as the handler of a timer."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def __call__(self, _number: int, frame: FrameType | None) -> None:
+        """Raise :class:`_OverdueError` where the program can be ended, or be called again soon."""
+        now = time.monotonic()
+        if self._since is None:
+            self._since = now
+        is_patient = now - self._since < _ANYWHERE
+        # What is raised in the hook of a package, such as one of the garbage collector, nobody may see
+        is_hook = frame is not None and is_installed(frame.f_code.co_filename)
+        if _is_ours(frame) or (is_patient and is_hook):
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN)
+            return
+        signal.setitimer(signal.ITIMER_REAL, _ANYWHERE)  # again, if nobody sees this one
+        raise _OverdueError
+
+
+def _is_ours(frame: FrameType | None) -> bool:
+    """Whether this package copies or compares, on behalf of the program: it is soon over."""
+    while frame is not None and not is_user_code(frame.f_code.co_filename):
+        if frame.f_code.co_filename.startswith(PACKAGE):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _run(work: Callable[[], object], watching: Watching, seconds: float) -> Ran:
     """Run ``work`` to its end: ``exit()`` is one, and so are so many ``seconds``."""
     variables, effects = vars(sys.modules["__main__"]), OutsideEffects()
     over: tuple[str, ...] = ()
-
-    def end(_number: int, frame: FrameType | None) -> None:
-        # Not while this package copies or compares: it is soon over
-        while frame is not None and not is_user_code(frame.f_code.co_filename):
-            if frame.f_code.co_filename.startswith(PACKAGE):
-                signal.setitimer(signal.ITIMER_REAL, _AGAIN)
-                return
-            frame = frame.f_back
-        raise _OverdueError
-
-    handler = signal.signal(signal.SIGALRM, end)
+    handler = signal.signal(signal.SIGALRM, _Overdue())
     with exit_handlers_of_the_user(), KeptFiles() as files, effects.watched(), watching(lambda: variables):
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
