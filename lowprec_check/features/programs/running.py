@@ -73,7 +73,7 @@ class _Overdue:
         if self._since is None:
             self._since = now
         is_patient = now - self._since < _ANYWHERE
-        # What is raised in the hook of a package, such as one of the garbage collector, nobody may see
+        # What is raised in a hook of a package, as of the garbage collector, nobody may see
         is_hook = frame is not None and is_installed(frame.f_code.co_filename)
         if _is_ours(frame) or (is_patient and is_hook):
             signal.setitimer(signal.ITIMER_REAL, _AGAIN)
