@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.metadata
 import json
 import math
 import multiprocessing
@@ -28,13 +27,14 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
 
 def made(device: str = "cpu") -> dict[str, str]:
     """How the figures of this process come about: command, date, versions and machine."""
+    from lowprec_check.catalog.versions import own_version
     from lowprec_check.core.machine import environment  # imports torch, and some benchmarks time that
 
     machine = environment(device)
     return {
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
-        "lowprec-check": importlib.metadata.version("lowprec-check"),
+        "lowprec-check": own_version(),
         "torch": machine["torch"],
         "machine": machine["device_name"] + (f", {machine['cores']} cores" if device == "cpu" else ""),
     }

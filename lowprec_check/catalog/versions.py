@@ -37,6 +37,11 @@ def installed_version(package: str) -> str | None:
         return None
 
 
+def own_version() -> str:
+    """The version of this package, which may run from a checkout that is not installed."""
+    return installed_version("lowprec-check") or "0+unknown"
+
+
 def installed_release() -> str:
     """`2.13` for torch 2.13.0+cpu; empty if torch is not installed. Does not import torch."""
     version = installed_version("torch")

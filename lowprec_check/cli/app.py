@@ -53,9 +53,9 @@ app = typer.Typer(
 
 def _print_version(value: bool) -> None:
     if value:
-        from importlib.metadata import version
+        from lowprec_check.catalog.versions import own_version
 
-        print(f"lowprec-check {version('lowprec-check')}")
+        print(f"lowprec-check {own_version()}")
         raise typer.Exit
 
 

@@ -122,8 +122,3 @@ def _accelerates(device: torch.device, kind: str) -> bool | None:
     if kind == "bf16" and test is not None:
         return bool(test())
     return True
-
-
-def version() -> str:
-    """The installed version of this package."""
-    return installed_version("lowprec-check") or "0+unknown"

@@ -15,9 +15,9 @@ from lowprec_check.analysis.conclusion import as_wanted, conclude
 from lowprec_check.analysis.rules.registry import check_codes
 from lowprec_check.analysis.run_summary import vanishes
 from lowprec_check.analysis.source_lines import texts_of_lines
-from lowprec_check.catalog.versions import release_of
+from lowprec_check.catalog.versions import own_version, release_of
 from lowprec_check.core.feature_hooks import features
-from lowprec_check.core.machine import machine_and_isolation, machine_for, version
+from lowprec_check.core.machine import machine_and_isolation, machine_for
 from lowprec_check.core.mode import mode_of
 from lowprec_check.core.target_runs import open_batches
 from lowprec_check.core.trace.plain_modes import parse_withheld
@@ -143,7 +143,7 @@ def growing_scan(
         first, keys = batches[0], options.keys(fp32.device)
         model = describe_target(source.target, fp32, trains=not mode.is_forward, batches=options.batches)
         result = ScanResult(
-            tool=f"lowprec-check {version()}",
+            tool=f"lowprec-check {own_version()}",
             target=source.name,
             model=model,
             environment=machine.environment,

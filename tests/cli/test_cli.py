@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import importlib
+import importlib.metadata
 import io
 import json
 import os
@@ -17,6 +19,7 @@ import pytest
 from conftest import EXAMPLES, ROOT, Call, SharedScan, call_process
 
 from lowprec_check.analysis.rules.registry import rules
+from lowprec_check.cli.app import app
 from lowprec_check.cli.progress import Progress, progress
 from lowprec_check.errors import UsageError
 from lowprec_check.process import system
@@ -154,6 +157,23 @@ QUICK = [
     ["report", SAVED, "--format", "html"],
     ["diff", SAVED, SAVED],
 ]
+
+
+def test_a_checkout_that_is_not_installed_has_an_unknown_version(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(package: str, version: Callable[[str], str] = importlib.metadata.version) -> str:
+        if package == "lowprec-check":
+            raise importlib.metadata.PackageNotFoundError(package)
+        return version(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    with pytest.raises(SystemExit) as ended:
+        app(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == "lowprec-check 0+unknown\n"
+    assert importlib.import_module("shared").made()["lowprec-check"] == "0+unknown"
 
 
 @pytest.mark.parametrize("arguments", QUICK, ids=lambda arguments: " ".join(map(os.path.basename, arguments)))

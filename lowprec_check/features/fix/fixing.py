@@ -20,7 +20,7 @@ import msgspec
 from lowprec_check.analysis.conclusion import conclude
 from lowprec_check.analysis.error_shares import best_input_trial
 from lowprec_check.analysis.statements.kinds import statements
-from lowprec_check.core.machine import version
+from lowprec_check.catalog.versions import own_version
 from lowprec_check.core.session import scan_file
 from lowprec_check.engine.model.target_spec import OnProgress, TargetSpec
 from lowprec_check.errors import ProcessLostError, UsageError
@@ -372,7 +372,7 @@ class _Search:
         fixes = [chosen.fix for chosen in ordered]
         changes = [change_of(chosen.site, chosen.fix, fixes) for chosen in ordered]
         return Fixing(
-            tool=f"lowprec-check {version()}",
+            tool=f"lowprec-check {own_version()}",
             target=self.spec.name,
             device=self.device,
             due=bool(ordered),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from lowprec_check.core.machine import version
+from lowprec_check.catalog.versions import own_version
 from lowprec_check.engine.model.target_spec import OnProgress, TargetSpec
 from lowprec_check.errors import ProcessLostError, UsageError, first_line, message_of
 from lowprec_check.features.fix.chosen import change_of, shown_path
@@ -242,7 +242,7 @@ class _Search:
     ) -> Fixing:
         texts = _texts(changes)
         return Fixing(
-            tool=f"lowprec-check {version()}",
+            tool=f"lowprec-check {own_version()}",
             target=self.spec.name,
             device=before.device,
             due=bool(changes),

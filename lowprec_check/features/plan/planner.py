@@ -14,7 +14,8 @@ from lowprec_check.analysis.error_shares import best_input_trial
 from lowprec_check.analysis.run_summary import plan_starts
 from lowprec_check.analysis.snippet import snippet
 from lowprec_check.analysis.suspects import blame
-from lowprec_check.core.machine import Machine, environment, machine_and_isolation, version
+from lowprec_check.catalog.versions import own_version
+from lowprec_check.core.machine import Machine, environment, machine_and_isolation
 from lowprec_check.core.target_runs import TargetRuns, open_runs
 from lowprec_check.core.trace.plain_modes import parse_withheld
 from lowprec_check.engine.model.model_info import describe_target
@@ -148,7 +149,7 @@ def make_plan(proposal: Proposal, proposer: Proposer, machine: dict[str, Any], n
     assert run.base is not None
     key = run.key._replace(precision=run.base)
     return Plan(
-        tool=f"lowprec-check {version()}",
+        tool=f"lowprec-check {own_version()}",
         target=name,
         base=run.base,
         backend=run.backend,

@@ -14,7 +14,7 @@ import msgspec
 from torch import nn
 
 from lowprec_check.analysis.conclusion import conclude
-from lowprec_check.core.machine import version
+from lowprec_check.catalog.versions import own_version
 from lowprec_check.core.scan import ScanArguments, growing_scan
 from lowprec_check.engine.model.inputs import as_inputs
 from lowprec_check.engine.model.target import Target, check, forward_of, unchecked_target
@@ -118,7 +118,7 @@ class WatchedProgram:
             problem = "No model was called: no torch.nn.Module with parameters."
             raise UsageError(problem, "Call the models of the program while it is watched.")
         result = ProgramScan(
-            tool=f"lowprec-check {version()}",
+            tool=f"lowprec-check {own_version()}",
             target=self.name,
             models=[
                 ScannedModel(
