@@ -34,7 +34,7 @@ def assignments_of(program: ProgramScan) -> Iterator[tuple[str, Assignments]]:
     for model in program.models:
         assignment = recommended_assignment(model)
         # Of one whose methods are called, the first that cannot be cast decides
-        if recommended.get(model.key, assignment).precision != "fp32":
+        if model.key not in recommended or recommended[model.key].precision != "fp32":
             recommended[model.key] = assignment
     if any(assignment.precision != "fp32" for assignment in recommended.values()):
         yield RECOMMENDED, recommended

@@ -14,15 +14,19 @@ from torch import Tensor, nn
 
 from lowprec_check import UsageError, watch
 from lowprec_check.engine.model.target_spec import TargetSpec
-from lowprec_check.features.programs.assignments import RECOMMENDED, Assignment
+from lowprec_check.features.programs.assignments import RECOMMENDED, Assignment, assignments_of
 from lowprec_check.features.programs.calls_of_model import MOST, CallsOfModel
 from lowprec_check.features.programs.casting import ProgramCaster
 from lowprec_check.features.programs.program_document import program_document
 from lowprec_check.features.programs.program_file import scan_program_file
 from lowprec_check.features.programs.program_scan import CallError, ProgramRun, ProgramScan, ScannedModel
 from lowprec_check.report.layout.text import text
+from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.options import ScanOptions
+from lowprec_check.schema.scan_result import ScanResult
+from lowprec_check.schema.scanned_model import ModelInfo
 
+INFO = ModelInfo(name="Net", parameters=1, inputs=["(1, 1)"], modules=1, training=False)
 QUICK = {"times": "off", "further_inputs": 0, "isolation": "none", "precisions": "half,bfloat16"}
 
 PARTS = """
@@ -290,6 +294,18 @@ def test_an_input_that_stays_in_fp32_is_not_cast(tmp_path: Path) -> None:
         output = model(torch.ones(2, 4), timestep=torch.tensor(3.0))
     assert seen == [torch.float16, torch.float32]
     assert output.dtype == torch.float32
+
+
+def test_a_model_that_passes_in_no_precision_stays_in_fp32() -> None:
+    models = [ScannedModel(name=name, kind="Net", calls=1, kept=[1], key=f"Net#{i}") for i, name in enumerate("ab")]
+    result = ProgramScan(tool="lowprec-check", target="infer.py", models=models)
+    assert [name for name, _ in assignments_of(result)] == ["fp32", "fp32 again"]
+    half = Recommendation(precision="half", reason="", code="")
+    passing = ScanResult(tool="", target="a", model=INFO, environment={}, runs=[], recommendation=half)
+    models[0] = msgspec.structs.replace(models[0], scan=passing)
+    result = msgspec.structs.replace(result, models=models)
+    assigned = dict(assignments_of(result))[RECOMMENDED]
+    assert {key: each.precision for key, each in assigned.items()} == {"Net#0": "half", "Net#1": "fp32"}
 
 
 def test_a_run_with_nan_is_saved_and_shown(tmp_path: Path) -> None:
