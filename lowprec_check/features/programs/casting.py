@@ -20,7 +20,7 @@ from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.torchkit.devices import synchronize
 from lowprec_check.torchkit.floating_dtypes import NARROW
 from lowprec_check.torchkit.output_comparison import compare_outputs
-from lowprec_check.torchkit.pytree import leaves, map_tensors
+from lowprec_check.torchkit.pytree import leaves, map_tensors, stored
 
 MOST_ELEMENTS = 1 << 20
 """Of an output that are compared: of a larger one so many, evenly spaced."""
@@ -72,6 +72,11 @@ class ProgramCaster(CallWatcher):
         self.seconds += system.monotonic() - start
         self._compare(key, number, [_sample(tensor) for _, tensor in leaves(output)])
         return output
+
+    def weight_bytes(self) -> int:
+        """The memory of the weights of all models that were called."""
+        tensors = [tensor for module, _ in self._keys.values() for tensor in (*module.parameters(), *module.buffers())]
+        return sum({each.data_ptr(): each.untyped_storage().nbytes() for each in stored(tensors)}.values())
 
     def _application(self, key: str, assignment: Assignment, module: nn.Module) -> Application:
         if key not in self._applied:

@@ -46,6 +46,15 @@ def program(
         Path | None, grouped(OUTPUT, "--json", metavar="FILE", help="Save the full result as JSON.")
     ] = None,
     report: Reports = None,
+    compare: Annotated[
+        list[str] | None,
+        grouped(
+            OUTPUT,
+            "--compare",
+            metavar="NAME",
+            help="A variable of the script to compare with fp32 at its end, such as the image; repeatable.",
+        ),
+    ] = None,
     isolation: Isolation = None,
     quiet: Quiet = False,
 ) -> None:
@@ -63,7 +72,7 @@ def program(
         from lowprec_check.features.programs.program_file import scan_program_file
 
         spec = TargetSpec(target, arguments=script_arguments(context))
-        result, ended_by = last_before_end(scan_program_file(spec, options, isolation, display.step))
+        result, ended_by = last_before_end(scan_program_file(spec, options, isolation, display.step, compare or ()))
     from lowprec_check.features.programs.program_document import program_document
 
     document = program_document(result)

@@ -22,15 +22,12 @@ from lowprec_check.engine.model.target_source import TargetSource
 from lowprec_check.engine.model.target_spec import OnProgress
 from lowprec_check.errors import UsageError, message_of
 from lowprec_check.features.programs.calls_of_model import CallCopy, CallsOfModel
+from lowprec_check.features.programs.first_calls import PlacingWatcher, names_of_modules
 from lowprec_check.features.programs.program_options import check_fits
-from lowprec_check.features.programs.program_scan import ProgramScan, ScannedModel
-from lowprec_check.features.programs.watching import CallWatcher
+from lowprec_check.features.programs.program_scan import FirstCall, ProgramScan, ScannedModel
 from lowprec_check.process import Isolation
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.torchkit.source_location import is_own_file
-
-_DEPTH = 4
-"""Attributes between a variable and a model: ``app.pipe.vae`` has two."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +44,8 @@ class ProgramModel:
     """Those that a scan makes again."""
     key: str
     """Its class, and which of this class it is."""
+    place: FirstCall
+    """Where it is called first."""
 
     def target(self) -> Target:
         """What is scanned: the module on the kept calls, each a batch."""
@@ -75,7 +74,7 @@ class WatchedProgram:
         self.notes: tuple[str, ...] = ()
         """What its reader needs to know, such as why it did not run to its end."""
         self.on_progress: OnProgress | None = None
-        self._watcher = CallWatcher()
+        self._watcher = PlacingWatcher()
         self._names: dict[int, str] = {}
 
     @contextlib.contextmanager
@@ -92,10 +91,11 @@ class WatchedProgram:
 
     def _model(self, key: str, calls: CallsOfModel) -> ProgramModel:
         module, method = calls.module, calls.method
-        name = self._names.get(id(module), type(module).__name__)
+        place = self._watcher.places[key, method]
+        name = place.path or self._names.get(id(module), type(module).__name__)
         if method:
             name = f"{name}.{method}"
-        return ProgramModel(name, module, method, calls.count, tuple(calls.kept()), key)
+        return ProgramModel(name, module, method, calls.count, tuple(calls.kept()), key, place)
 
     def scan(self, **options: Any) -> ProgramScan:
         """Scan each model on its kept calls, with the options of :func:`lowprec_check.scan`.
@@ -111,13 +111,9 @@ class WatchedProgram:
         *_, result = self.growing_scan(given, given.isolation)
         return result
 
-    def growing_scan(self, options: ScanOptions, isolation: Isolation | None = None) -> Iterator[ProgramScan]:
-        """Yield the result after each model."""
-        models = self.models
-        if not models:
-            problem = "No model was called: no torch.nn.Module with parameters."
-            raise UsageError(problem, "Call the models of the program while it is watched.")
-        result = ProgramScan(
+    def seen(self) -> ProgramScan:
+        """The models before they are scanned."""
+        return ProgramScan(
             tool=f"lowprec-check {own_version()}",
             target=self.name,
             models=[
@@ -128,12 +124,20 @@ class WatchedProgram:
                     kept=[call.number for call in model.kept],
                     key=model.key,
                     method=model.method,
+                    place=model.place,
                 )
-                for model in models
+                for model in self.models
             ],
             notes=list(self.notes),
             complete=False,
         )
+
+    def growing_scan(self, options: ScanOptions, isolation: Isolation | None = None) -> Iterator[ProgramScan]:
+        """Yield the result after each model."""
+        models, result = self.models, self.seen()
+        if not models:
+            problem = "No model was called: no torch.nn.Module with parameters."
+            raise UsageError(problem, "Call the models of the program while it is watched.")
         for index, model in enumerate(models):
             scanned = result.models[index]
             try:
@@ -164,38 +168,6 @@ def watch() -> Iterator[WatchedProgram]:
         frame = frame.f_back
     with program.watching(lambda: {**frame.f_globals, **frame.f_locals}):
         yield program
-
-
-def names_of_modules(variables: Mapping[str, Any]) -> dict[int, str]:
-    """By the id of a module, the shortest way to it from a variable: ``pipe.vae``, ``nets[0]``."""
-    names: dict[int, str] = {}
-    seen: set[int] = set()
-    level = [(name, value) for name, value in variables.items() if not name.startswith("_")]
-    for _ in range(_DEPTH):
-        below: list[tuple[str, Any]] = []
-        for name, value in level:
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
-            if isinstance(value, nn.Module):
-                for path, module in value.named_modules():
-                    names.setdefault(id(module), f"{name}.{path}" if path else name)
-            else:
-                below += _parts_of(name, value)
-        level = below
-    return names
-
-
-def _parts_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The parts of a container or object in which modules may be, with the code that reads them."""
-    if isinstance(value, dict):
-        yield from ((f"{name}[{key!r}]", part) for key, part in list(value.items()) if isinstance(key, (str, int)))
-    elif isinstance(value, (list, tuple)):
-        yield from ((f"{name}[{number}]", part) for number, part in enumerate(value))
-    elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, type):
-        is_package = type(value).__module__ == "builtins"  # modules, functions
-        if not is_package:
-            yield from ((f"{name}.{key}", part) for key, part in list(vars(value).items()))
 
 
 def _with_forward(module: nn.Module, method: str) -> nn.Module:

@@ -10,13 +10,18 @@ from lowprec_check.analysis.headlines import headlines
 from lowprec_check.analysis.run_summary import candidates, label
 from lowprec_check.analysis.statements.advice import verdict
 from lowprec_check.features.programs.assignments import AGAIN, RECOMMENDED
-from lowprec_check.features.programs.program_scan import ProgramRun, ProgramScan, ScannedModel
-from lowprec_check.report.blocks import Block, Column, Document, ErrorOf, Fold, Heading, Row, Say, Table
+from lowprec_check.features.programs.program_scan import (
+    CallError,
+    ProgramRun,
+    ProgramScan,
+    ScannedModel,
+    VariableError,
+)
+from lowprec_check.report.blocks import Block, CodeBlock, Column, Document, ErrorOf, Fold, Heading, Row, Say, Table
 from lowprec_check.report.runs_table import shown_status
 from lowprec_check.report.scan_document import machine, scan_document
-from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.statements import counted
+from lowprec_check.schema.statements import counted, fill
 
 SHOWN = 3
 """Findings of each model that a terminal shows."""
@@ -34,6 +39,7 @@ def program_document(program: ProgramScan) -> Document:
         blocks.append(Say(f"{counted(len(scans), 'model')} of {len(program.models)} scanned", "warn", "note"))
     blocks += [Say(note, "warn", "note") for note in program.notes]
     head = len(blocks)
+    blocks += _code(program)
     blocks += [Heading("Models", anchor="models"), _models_table(program.models)]
     blocks += _program_runs(program)
     for model in program.models:
@@ -74,9 +80,11 @@ def _program_runs(program: ProgramScan) -> Iterator[Block]:
     if not program.runs:
         return
     yield Heading("The program", anchor="program")
+    names = dict.fromkeys(each.name for run in program.runs for each in run.variables)
     columns = [
         Column("run", "run"),
         Column("last output", "error", "The error of the last call that no other model makes, against fp32."),
+        *(Column(name, "error", "The variable of the script at its end, against fp32.") for name in names),
         Column("parts from fp32 at", "sentence", "The first call whose error exceeds the tolerance."),
     ]
     rows = []
@@ -84,10 +92,21 @@ def _program_runs(program: ProgramScan) -> Iterator[Block]:
         last = None
         if run.errors and not run.problem:
             error = run.errors[-1].error
-            last = ErrorOf(math.inf if error is None else error, _limit(run))
+            last = ErrorOf(math.inf if error is None else error, run.tolerance)
         tag = "recommended" if run.name == RECOMMENDED else ""
-        rows.append(Row([_name_of(run, program.models), last, _where(run, program.models)], tag))
+        variables = {each.name: _cell(each, run.tolerance) for each in run.variables}
+        cells = [variables.get(name) for name in names]
+        rows.append(Row([_name_of(run, program.models), last, *cells, _where(run, program.models)], tag))
     yield Table(columns, rows, "runs of the program")
+
+
+def _cell(variable: VariableError, tolerance: float) -> ErrorOf:
+    shown = ""
+    if variable.error is None or variable.is_black:
+        shown = "black" if variable.is_black else variable.note
+    elif variable.psnr is not None:
+        shown = f"{variable.error:.1e} ({variable.psnr:.0f} dB)"
+    return ErrorOf(variable.error, tolerance, shown)
 
 
 def _verdict(program: ProgramScan) -> Iterator[Block]:
@@ -98,16 +117,51 @@ def _verdict(program: ProgramScan) -> Iterator[Block]:
             yield Say("Stay in fp32: no model passes in 16 bits.", "bad", "verdict")
         return
     name, last = _name_of(run, program.models), run.errors[-1] if run.errors else None
-    if run.problem or last is None or last.error is None or last.exceeds(_limit(run)):
-        yield Say(f"{name}: not the result of fp32.", "bad", "verdict")
+    compared = ", ".join(f"{each.name} {_difference(each)}" for each in run.variables)
+    memory = _part_of_weights(run, program.runs)
+    if not run.passes or last is None or last.error is None:
+        yield Say(f"{name}: not the result of fp32{fill(': {}', compared)}.", "bad", "verdict")
+    elif compared:
+        yield Say(f"{name}: {compared}{memory}.", "good", "verdict")
+    else:
+        part = f"{100 * last.error / run.tolerance:.0f} % of the tolerance"
+        yield Say(f"{name}: the last output is as in fp32, error {last.error:.1e}, {part}{memory}.", "good", "verdict")
+    for other in program.runs:
+        black = [each.name for each in other.variables if each.is_black]
+        first = _first_apart(other)
+        if black and first is not None and other is not run:
+            where = f" from {_model_called(first, program.models)} on"
+            yield Say(f"{_name_of(other, program.models)}: {', '.join(black)} is black{where}.", "bad", "item")
+
+
+def _code(program: ProgramScan) -> Iterator[Block]:
+    """The code by which the program ran as recommended, or why there is none."""
+    run = next((run for run in program.runs if run.name == RECOMMENDED), None)
+    if run is None or not run.passes:
         return
-    part = f"{100 * last.error / _limit(run):.0f} % of the tolerance"
-    yield Say(f"{name}: the last output is as in fp32, error {last.error:.1e}, {part}.", "good", "verdict")
+    if run.no_code:
+        yield Say(run.no_code, "warn", "note")
+        return
+    for code in run.code:
+        where = f"# {'around' if code.is_around else 'before'} {code.line}"
+        yield CodeBlock("\n".join([where, code.text]).rstrip())
+    yield Say("The program ran again with this code in it: its figures are those of this run.", role="hint")
 
 
-def _limit(run: ProgramRun) -> float:
-    """The largest tolerance of the precisions in a run."""
-    return max(PRECISIONS.get(name).tolerance for name in run.precisions)
+def _difference(variable: VariableError) -> str:
+    """``differs by 1.1e-02 (41 dB)``."""
+    if variable.error is None:
+        return f"differs: {variable.note or 'infinite'}"
+    if variable.error == 0:
+        return "is equal"
+    return f"differs by {variable.error:.1e}{fill(' ({} dB)', variable.psnr and f'{variable.psnr:.0f}')}"
+
+
+def _part_of_weights(run: ProgramRun, runs: Sequence[ProgramRun]) -> str:
+    fp32 = next((other.weight_bytes for other in runs if other.name == AGAIN), 0)
+    if not fp32 or not run.weight_bytes:
+        return ""
+    return f", {run.weight_bytes / fp32:.2f} of the memory of weights"
 
 
 def _name_of(run: ProgramRun, models: Sequence[ScannedModel]) -> str:
@@ -126,16 +180,23 @@ def _where(run: ProgramRun, models: Sequence[ScannedModel]) -> str | None:
     """The call at which a run parts from fp32; ``None`` if none does."""
     if run.problem:
         return run.problem
-    names = {model.key: model.name for model in models}
-    for error in run.errors:
-        if error.exceeds(_limit(run)):
-            what = error.note
-            if error.nonfinite:
-                what = "has NaN or Inf"
-            elif error.error is not None:
-                what = f"differs by {error.error:.1e}"
-            return f"{names.get(error.model, error.model)}, call {error.call}: {what}"
-    return None
+    error = _first_apart(run)
+    if error is None:
+        return None
+    what = error.note
+    if error.nonfinite:
+        what = "has NaN or Inf"
+    elif error.error is not None:
+        what = f"differs by {error.error:.1e}"
+    return f"{_model_called(error, models)}, call {error.call}: {what}"
+
+
+def _first_apart(run: ProgramRun) -> CallError | None:
+    return next((error for error in run.errors if error.exceeds(run.tolerance)), None)
+
+
+def _model_called(error: CallError, models: Sequence[ScannedModel]) -> str:
+    return next((model.name for model in models if model.key == error.model), error.model)
 
 
 def _low_runs(scan: ScanResult) -> list[Run]:

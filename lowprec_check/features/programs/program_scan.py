@@ -7,7 +7,23 @@ from pathlib import Path
 import msgspec
 
 from lowprec_check.schema.base import Struct, write_file
+from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.scan_result import ScanResult
+
+
+class FirstCall(Struct, frozen=True):
+    """Where a program calls a model first."""
+
+    line: str
+    """``infer.py:21``, of the user's own code; empty if there is none."""
+    path: str = ""
+    """The way to the model from a variable there: ``pipe.vae``; empty if there is none."""
+    pipeline: str = ""
+    """The variable of a pipeline of diffusers that has it."""
+    switches: list[str] = []
+    """Methods of the pipeline that set precisions."""
+    takes_low: bool = False
+    """Whether it may be cast without its inputs: a package gives them, or they are integers."""
 
 
 class ScannedModel(Struct, frozen=True):
@@ -29,6 +45,8 @@ class ScannedModel(Struct, frozen=True):
     """Its class, and which of this class it is: ``UNet#0``."""
     method: str = ""
     """What of it is called; empty for the module itself."""
+    place: FirstCall | None = None
+    """Where it is called first."""
 
 
 class CallError(Struct, frozen=True):
@@ -50,6 +68,30 @@ class CallError(Struct, frozen=True):
         return self.nonfinite or self.error is None or self.error > limit
 
 
+class VariableError(Struct, frozen=True):
+    """A variable of the script at its end, against fp32."""
+
+    name: str
+    error: float | None
+    """As the error of an output; ``None`` if it is not finite or cannot be compared."""
+    psnr: float | None = None
+    """Of a picture, in dB; ``None`` if it is none, or equal."""
+    is_black: bool = False
+    """Whether a picture is all zeros, where that of fp32 is not."""
+    note: str = ""
+    """Why it cannot be compared, or how it differs if that is no figure."""
+
+
+class PastedCode(Struct, frozen=True):
+    """Code to paste into the script."""
+
+    line: str
+    """The line before which it belongs: ``infer.py:21``."""
+    text: str
+    is_around: bool = False
+    """Whether it is a ``with`` statement for what that line does."""
+
+
 class ProgramRun(Struct, frozen=True):
     """The program run again with its models in other precisions."""
 
@@ -63,6 +105,26 @@ class ProgramRun(Struct, frozen=True):
     """The exception that ended it."""
     seconds: float = 0.0
     """In calls of models, in this one run, with the casts of their inputs and outputs."""
+    weight_bytes: int = 0
+    """Of the parameters and buffers of the models."""
+    variables: list[VariableError] = []
+    """Those of ``--compare``."""
+    code: list[PastedCode] = []
+    """By which the models got their precisions; empty if they were cast from outside."""
+    no_code: str = ""
+    """Why there is none."""
+
+    @property
+    def tolerance(self) -> float:
+        """The largest tolerance of the precisions."""
+        return max(PRECISIONS.get(name).tolerance for name in self.precisions)
+
+    @property
+    def passes(self) -> bool:
+        """Whether its last output, and the variables that are compared, are those of fp32."""
+        if self.problem or not self.errors or self.errors[-1].exceeds(self.tolerance):
+            return False
+        return all(each.error is not None and each.error <= self.tolerance for each in self.variables)
 
 
 class ProgramScan(Struct, frozen=True, kw_only=True):

@@ -1,0 +1,118 @@
+"""Where a program first calls each model, and the way to the model from a variable there."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+from lowprec_check.features.programs.program_scan import FirstCall
+from lowprec_check.features.programs.watching import CallWatcher
+from lowprec_check.torchkit.pytree import leaves
+from lowprec_check.torchkit.source_location import PACKAGE, is_installed, is_own_file, show_line
+
+_DEPTH = 4
+"""Attributes between a variable and a model: ``app.pipe.vae`` has two."""
+
+
+class PlacingWatcher(CallWatcher):
+    """Notes where each model is called first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: dict[tuple[str, str], FirstCall] = {}
+
+    def note(self, module: nn.Module, method: str, args: Any, kwargs: Any, line: str | None) -> None:
+        """Note the call, and the first one's place."""
+        key = self.key_of(module), method
+        if key not in self.places:
+            takes_floats = any(tensor.is_floating_point() for _, tensor in leaves((args, kwargs)))
+            self.places[key] = place_of(module, sys._getframe(1), takes_floats=takes_floats)
+        super().note(module, method, args, kwargs, line)
+
+
+def place_of(module: nn.Module, frame: FrameType | None, *, takes_floats: bool = True) -> FirstCall:
+    """The line of the outermost of the user's frames whose variables reach ``module``.
+
+    That one runs once, where an inner one may run for each call.
+    """
+    frames = list(_frames(frame))
+    caller = next((at for at in frames if not at.f_code.co_filename.startswith(PACKAGE)), None)
+    by_package = caller is not None and is_installed(caller.f_code.co_filename)
+    own = [at for at in frames if is_own_file(at.f_code.co_filename)]
+    for at in reversed(own):
+        path = names_of_modules(at.f_locals).get(id(module))
+        if path is None:
+            continue
+        pipeline, switches = "", list[str]()
+        for name, value in at.f_locals.items():
+            part = _component(value, module)
+            if part is not None:
+                pipeline, path = name, f"{name}.{part}"
+                switches = [method for method in ("upcast_vae",) if hasattr(value, method)]
+                break
+        line = show_line(at.f_code.co_filename, at.f_lineno)
+        return FirstCall(line, path, pipeline, switches, by_package or not takes_floats)
+    return FirstCall(show_line(own[0].f_code.co_filename, own[0].f_lineno) if own else "")
+
+
+def names_of_modules(variables: Mapping[str, Any]) -> dict[int, str]:
+    """By the id of a module, the shortest way to it from a variable: ``pipe.vae``, ``nets[0]``."""
+    names: dict[int, str] = {}
+    seen: set[int] = set()
+    level = [(name, value) for name, value in variables.items() if not name.startswith("_")]
+    for _ in range(_DEPTH):
+        below: list[tuple[str, Any]] = []
+        for name, value in level:
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            if isinstance(value, nn.Module):
+                for path, module in value.named_modules():
+                    names.setdefault(id(module), _attribute(name, path))
+            else:
+                below += _parts_of(name, value)
+        level = below
+    return names
+
+
+def _attribute(name: str, path: str) -> str:
+    """``net.layers[0].norm``: a path of a module as code."""
+    code = name
+    for part in path.split(".") if path else ():
+        if part.isidentifier():
+            code = f"{code}.{part}"
+        elif part.isdecimal():
+            code = f"{code}[{part}]"
+        else:
+            return f"{name}.get_submodule({path!r})"
+    return code
+
+
+def _parts_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The parts of a container or object in which modules may be, with the code that reads them."""
+    if isinstance(value, dict):
+        yield from ((f"{name}[{key!r}]", part) for key, part in list(value.items()) if isinstance(key, (str, int)))
+    elif isinstance(value, (list, tuple)):
+        yield from ((f"{name}[{number}]", part) for number, part in enumerate(value))
+    elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, type):
+        is_package = type(value).__module__ == "builtins"  # modules, functions
+        if not is_package:
+            yield from ((f"{name}.{key}", part) for key, part in list(vars(value).items()))
+
+
+def _component(value: Any, module: nn.Module) -> str | None:
+    """The name of ``module`` in a pipeline of diffusers; ``None`` if ``value`` is none with it."""
+    kinds = type(value).__mro__
+    if not any(kind.__name__ == "DiffusionPipeline" and kind.__module__.startswith("diffusers.") for kind in kinds):
+        return None
+    return next((name for name, part in value.components.items() if part is module), None)
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -1,0 +1,292 @@
+"""The code to paste for a mixture: it is executed in the script, against the script's own objects."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import pytest
+from program_parts import PARTS
+
+from lowprec_check.engine.model.target_spec import TargetSpec
+from lowprec_check.errors import UsageError
+from lowprec_check.features.programs.assignments import Assignment
+from lowprec_check.features.programs.program_code import forms_of_code, patched, why_no_code
+from lowprec_check.features.programs.program_file import _run_cast, _watched
+from lowprec_check.features.programs.program_scan import PastedCode, ProgramRun, ProgramScan
+from lowprec_check.schema.options import ScanOptions
+
+OPTIONS = ScanOptions()
+
+
+class Tried:
+    """A script, and the program again with code in it, or with casts from outside."""
+
+    def __init__(self, path: Path, body: str, compare: tuple[str, ...] = ()) -> None:
+        path.write_text(textwrap.dedent(body))
+        self.path, self.spec, self.compare = path, TargetSpec(str(path)), compare
+        self.seen: ProgramScan = _watched(compare, self.spec, OPTIONS).seen()
+        self.methods = [(model.key, model.method) for model in self.seen.models if model.method]
+        self._run({}, {})
+
+    def _run(self, assigned: Mapping[str, Assignment], texts: Mapping[str, str]) -> ProgramRun:
+        ended = _run_cast(assigned, self.methods, self.compare, self.path.parent, texts, self.spec, OPTIONS)
+        return ended.run
+
+    def assigned(self, precision: str, **others: str) -> dict[str, Assignment]:
+        """All models in a precision, but for some, by the names of their classes."""
+        keys = [model.key for model in self.seen.models]
+        return {key: Assignment(others.get(key.partition("#")[0], precision)) for key in keys}
+
+    def outside(self, assigned: Mapping[str, Assignment]) -> ProgramRun:
+        """With casts by hooks, which the code has to equal."""
+        return self._run(assigned, {})
+
+    def forms(self, assigned: Mapping[str, Assignment]) -> list[list[PastedCode]]:
+        """The forms of the code."""
+        assert why_no_code(self.seen, assigned) == ""
+        return list(forms_of_code(self.seen, assigned))
+
+    def pasted(self, form: list[PastedCode], keys: Mapping[str, Assignment]) -> ProgramRun:
+        """With the code in the script."""
+        return self._run(dict.fromkeys(keys, Assignment("fp32")), patched(self.seen, form))
+
+
+MAIN = """
+    def main():
+        pipe = Pipe(scale=3e4)
+        for seed in range(2):
+            x = pipe(torch.arange(14).reshape(2, 7))
+        return x
+
+    if __name__ == "__main__":
+        image = (main() * 60 + 128).clamp(0, 255).to(torch.uint8).numpy()
+        text = "a cat"
+"""
+
+
+@pytest.mark.parametrize("vae", ["fp32", "bfloat16", "autocast-bf16"])
+def test_the_code_at_the_borders_does_as_casts_from_outside(tmp_path: Path, vae: str) -> None:
+    tried = Tried(tmp_path / "infer.py", PARTS + textwrap.dedent(MAIN), ("image", "text"))
+    assigned = tried.assigned("half", Vae=vae)
+    (form,) = tried.forms(assigned)
+    # Before the loop in which the pipeline is called, by the variable of the function
+    assert [code.line for code in form] == ["infer.py:43"]
+    assert "pipe.unet.to(torch.float16)" in form[0].text
+    outside, pasted = tried.outside(assigned), tried.pasted(form, assigned)
+    assert pasted.problem == ""
+    assert [each.error for each in pasted.errors] == pytest.approx([each.error for each in outside.errors], rel=1e-2)
+    assert pasted.weight_bytes == outside.weight_bytes
+    image, text = pasted.variables
+    assert image == outside.variables[0]
+    assert image.error is not None
+    assert image.error < 1e-2
+    if vae != "fp32":  # with it, no pixel differs
+        assert image.psnr is not None
+        assert image.psnr > 40
+    assert (text.name, text.error) == ("text", 0)
+
+
+def test_a_black_picture_is_called_black(tmp_path: Path) -> None:
+    body = """
+        vae = Vae(3e7).eval()
+        with torch.no_grad():
+            x = vae.decode(torch.ones(2, 16))
+        image = x.clamp(0, 1).mul(255).to(torch.uint8)
+    """
+    tried = Tried(tmp_path / "infer.py", PARTS + textwrap.dedent(body), ("image",))
+    run = tried.outside(tried.assigned("half"))
+    assert run.variables[0].is_black
+    with pytest.raises(UsageError, match="no variable lost"):
+        Tried(tmp_path / "infer.py", PARTS + textwrap.dedent(body), ("lost",))
+
+
+def test_a_text_that_is_another_is_not_the_result(tmp_path: Path) -> None:
+    body = "import torch\nnet = torch.nn.Linear(2, 2)\ntext = str(net(torch.ones(1, 2) / 3).tolist())\n"
+    tried = Tried(tmp_path / "infer.py", body, ("text",))
+    assigned = tried.assigned("half")
+    run = msgspec.structs.replace(tried.outside(assigned), precisions=["half"])
+    assert run.variables[0].note == "another text"
+    assert not run.passes
+    assert msgspec.structs.replace(run, variables=[]).passes
+
+
+def test_a_model_that_no_variable_reaches_has_no_code(tmp_path: Path) -> None:
+    body = """
+        from torch import nn
+        import torch
+        print(nn.Linear(2, 2)(torch.ones(1, 2)))
+    """
+    tried = Tried(tmp_path / "infer.py", body)
+    why = why_no_code(tried.seen, tried.assigned("half"))
+    assert why == "There is no code to paste: no variable of the script reaches Linear, called at infer.py:4."
+
+
+@pytest.mark.parametrize(
+    ("script", "line", "expected"),
+    [
+        ("for x in y:\n    net(x)\n", 2, "CODE\nfor x in y:\n    net(x)\n"),
+        ("for x in y:\n    net = f()\n    net(x)\n", 3, "for x in y:\n    net = f()\n    CODE\n    net(x)\n"),
+        ("a = 1; net(\n    x\n)\n", 2, "CODE\na = 1; net(\n    x\n)\n"),
+        ("if a:\n    b()\nelif net(x):\n    c()\n", 3, "CODE\nif a:\n    b()\nelif net(x):\n    c()\n"),
+        ("def f():\n    with a:\n        net(x)\n", 3, "def f():\n    with a:\n        CODE\n        net(x)\n"),
+        ("try:\n    pass\nexcept E:\n    net(x)\n", 4, "try:\n    pass\nexcept E:\n    CODE\n    net(x)\n"),
+        ("match a:\n    case 1:\n        net(x)\n", 3, "match a:\n    case 1:\n        CODE\n        net(x)\n"),
+    ],
+)
+def test_code_comes_before_the_statement_that_calls(tmp_path: Path, script: str, line: int, expected: str) -> None:
+    path = tmp_path / "infer.py"
+    path.write_text(script)
+    seen = ProgramScan(tool="", target=str(path), models=[])
+    texts = patched(seen, [PastedCode(f"infer.py:{line}", "net.half()")])
+    assert texts == {str(path): expected.replace("CODE", "net.half()")}
+
+
+# -- Programs of libraries, with random weights
+
+DIFFUSION = """
+    import torch
+    from diffusers import AutoencoderKL, DDIMScheduler, {kind}, UNet2DConditionModel
+    from transformers import CLIPTextConfig, CLIPTextModel
+    torch.manual_seed(0)
+    blocks = dict(block_out_channels=(4, 8), layers_per_block=1, norm_num_groups=2)
+    unet = UNet2DConditionModel(
+        **blocks, sample_size=8, cross_attention_dim=32, attention_head_dim=2,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        {more}
+    )
+    vae = AutoencoderKL(
+        **blocks, latent_channels=4, sample_size=16,
+        down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2,
+    )
+    text = CLIPTextModel(CLIPTextConfig(
+        hidden_size=32, intermediate_size=64, num_attention_heads=4, num_hidden_layers=2, vocab_size=1000,
+        pad_token_id=1, bos_token_id=0, eos_token_id=2,
+    )).eval()
+"""
+SD = (
+    DIFFUSION.format(kind="StableDiffusionPipeline", more="")
+    + """
+    pipe = StableDiffusionPipeline(
+        vae=vae, text_encoder=text, tokenizer=None, unet=unet, scheduler=DDIMScheduler(), safety_checker=None,
+        feature_extractor=None, requires_safety_checker=False,
+    )
+    with torch.no_grad():
+        embeds, negative = (text(torch.randint(3, 900, (1, 8)))[0] for _ in range(2))
+        image = pipe(
+            prompt_embeds=embeds, negative_prompt_embeds=negative, num_inference_steps=2, output_type="pil"
+        ).images[0]
+"""
+)
+SDXL = (
+    DIFFUSION.format(
+        kind="StableDiffusionXLPipeline",
+        more='addition_embed_type="text_time", addition_time_embed_dim=8, projection_class_embeddings_input_dim=80,',
+    )
+    + """
+    pipe = StableDiffusionXLPipeline(
+        vae=vae, text_encoder=None, text_encoder_2=None, tokenizer=None, tokenizer_2=None, unet=unet,
+        scheduler=DDIMScheduler(), force_zeros_for_empty_prompt=False, add_watermarker=False,
+    )
+    pipe.vae.register_to_config(force_upcast=False)
+    embeds, pooled = torch.randn(2, 1, 8, 32), torch.randn(2, 1, 32)
+    image = pipe(
+        prompt_embeds=embeds[0], negative_prompt_embeds=embeds[1], pooled_prompt_embeds=pooled[0],
+        negative_pooled_prompt_embeds=pooled[1], num_inference_steps=2, output_type="pil",
+    ).images[0]
+"""
+)
+
+
+def checked(run: ProgramRun, limit: float) -> None:
+    """The picture of a run."""
+    (image,) = run.variables
+    assert run.problem == ""
+    assert image.error is not None
+    assert 0 < image.error < limit
+    assert image.psnr is not None
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_pipeline_of_diffusers_is_cast_as_a_whole(tmp_path: Path) -> None:
+    pytest.importorskip("diffusers")
+    tried = Tried(tmp_path / "infer.py", SD, ("image",))
+    assert [model.name for model in tried.seen.models] == ["pipe.text_encoder", "pipe.unet", "pipe.vae.decode"]
+    assigned = tried.assigned("bfloat16")
+    whole, _ = tried.forms(assigned)
+    assert [code.text for code in whole] == ["import torch\n\npipe.to(torch.bfloat16)"]
+    checked(tried.pasted(whole, assigned), 5e-2)
+    # The VAE in fp32: it gets what the UNet returned, in fp32
+    mixture = tried.assigned("half", AutoencoderKL="fp32")
+    (borders,) = tried.forms(mixture)
+    checked(tried.pasted(borders, mixture), 1e-2)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # upcast_vae, which the pipeline itself calls, is deprecated
+def test_a_pipeline_with_a_switch_for_its_vae_gets_it(tmp_path: Path) -> None:
+    pytest.importorskip("diffusers")
+    tried = Tried(tmp_path / "infer.py", SDXL, ("image",))
+    mixture = tried.assigned("half", AutoencoderKL="fp32")
+    switched, _ = tried.forms(mixture)
+    (code,) = switched
+    assert "pipe.to(torch.float16)\npipe.vae.register_to_config(force_upcast=True)" in code.text
+    checked(tried.pasted(switched, mixture), 1e-2)
+
+
+GENERATE = """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=200, max_position_embeddings=128,
+    )).eval()
+    ids = torch.randint(0, 200, (1, 7))
+    with torch.no_grad():
+        out = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("precision", "text", "is_around"),
+    [
+        ("bfloat16", "model.to(torch.bfloat16)", False),
+        ("autocast-bf16", 'with torch.autocast("cpu", dtype=torch.bfloat16):\n', True),
+    ],
+)
+def test_generate_runs_in_16_bits(tmp_path: Path, precision: str, text: str, is_around: bool) -> None:
+    pytest.importorskip("transformers")
+    tried = Tried(tmp_path / "infer.py", GENERATE, ("out",))
+    assigned = tried.assigned(precision)
+    forms = tried.forms(assigned)
+    assert forms[0] == [PastedCode("infer.py:11", f"import torch\n\n{text}", is_around=is_around)]
+    for form in forms:
+        run = tried.pasted(form, assigned)
+        assert run.problem == ""
+        assert run.errors[0].error is not None
+        assert 0 < run.errors[0].error < 5e-2
+
+
+def test_an_encoder_and_the_model_around_it_are_cast_at_their_borders(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    body = """
+        import torch
+        from transformers import WhisperConfig, WhisperForConditionalGeneration
+        torch.manual_seed(0)
+        model = WhisperForConditionalGeneration(WhisperConfig(
+            vocab_size=200, num_mel_bins=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
+            decoder_attention_heads=2, d_model=32, encoder_ffn_dim=64, decoder_ffn_dim=64, max_source_positions=50,
+            max_target_positions=32, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+            suppress_tokens=None, begin_suppress_tokens=None,
+        )).eval()
+        with torch.no_grad():
+            out = model.generate(torch.randn(1, 16, 100), max_new_tokens=4)
+    """
+    tried = Tried(tmp_path / "infer.py", body, ("out",))
+    assigned = tried.assigned("bfloat16")
+    run = tried.pasted(tried.forms(assigned)[-1], assigned)
+    assert run.problem == ""
+    outside = tried.outside(assigned)
+    assert [each.error for each in run.errors] == pytest.approx([each.error for each in outside.errors], rel=0.1)
