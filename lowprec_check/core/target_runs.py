@@ -377,7 +377,7 @@ class TargetRuns:
         )
         if self.long_calls is not None:
             explain_budget = self.options.budget or self.long_calls.explain_seconds
-            task = dataclasses.replace(task, budget_error=False, explain_budget=explain_budget)
+            task = dataclasses.replace(task, budget_error=False, explain_budget=explain_budget, waits_count=True)
             if changes.get("errors") == "both":
                 changes["errors"] = "accumulated"
         return self.mode.adjusted(dataclasses.replace(task, **changes))

@@ -55,6 +55,7 @@ def execute(task: ModelTask, source: TargetSource, isolation: Isolation, *, idle
         worker.send(pickle.dumps(task))
     else:
         worker = start_worker(task, source, isolation)
+    worker.puts_off = not task.waits_count
     worker.set_timeout(LOAD_SECONDS)
     worker.idle_limit = idle_limit
     with Supervisor[TaskWorker, TaskMessage]([worker]) as supervisor:
@@ -182,10 +183,6 @@ class _Begun:
     ended: bool = False
     called: tuple[float, float] | None = None
     """The time, and the processor time of the worker, at the start of the first call."""
-    beside: bool = False
-    """Whether others ran at the same time."""
-    waited: float = 0.0
-    """Seconds that its threads have waited for a core, by which its limits were put off."""
     watched: bool = False
     """Whether it is known how many cores its call uses."""
     threads: int = 0
@@ -297,8 +294,6 @@ class SideBySide:
         running, threads = self._running, 0
         if len(running) > 1:
             threads = max(1, torch.get_num_threads() // len(running))
-            for worker in running:
-                self._begun[worker].beside = True
         elif self._expected:  # another one may begin beside it
             return
         for worker in running:
@@ -331,10 +326,6 @@ class SideBySide:
             begun.end()
             self._share_threads()
             return
-        # What it waited for a core beside others does not count against its budget.
-        waited, begun.waited = begun.waited, max(begun.waited, worker.waited_seconds())
-        if begun.beside:
-            worker.deadline += begun.waited - waited
         if begun.watched or begun.called is None or begun.task.so_far is not None:
             return
         started, before = begun.called

@@ -109,6 +109,8 @@ class ModelTask:
     seed: int = 0
     budget: float = 20.0
     """Seconds for each call and part."""
+    waits_count: bool = False
+    """Whether what it waits for a core counts: the time of the scan is limited."""
     setup_budget: float = 0.0
     """Seconds that the first calls may take beyond the budget, to prepare and compile the model."""
     fp32_ms: float | None = None

@@ -58,6 +58,8 @@ Message = TypeVar("Message")
 Decode = Callable[[bytes], Message]
 """Decodes a message; raises ``msgspec.DecodeError`` if the bytes are not a valid message."""
 
+MOST_WAITED = 9.0
+"""Times its limit that a process may wait for a core: threads of its own may keep it waiting."""
 BATCH = 64
 """Messages read from a worker at once, so that a flood of them cannot delay the deadlines."""
 
@@ -72,6 +74,10 @@ class Worker(Generic[Message]):
         self.breadcrumb = breadcrumb
         self.deadline = math.inf
         """``time.monotonic()`` by which the process must have ended."""
+        self.puts_off = True
+        """Whether what its threads wait for a core does not count against its limits."""
+        self._waits: system.CoreWaits | None = None
+        self._may_wait = 0.0
         self.op_limit = math.inf
         """Seconds allowed for one op."""
         self.idle_limit = math.inf
@@ -80,6 +86,26 @@ class Worker(Generic[Message]):
     def set_timeout(self, seconds: float) -> None:
         """Set the deadline to ``seconds`` from now; ``math.inf`` removes it."""
         self.deadline = system.monotonic() + seconds
+        self._waits = None
+        if self.puts_off and seconds < math.inf:
+            self._waits, self._may_wait = system.CoreWaits(self._group.pid), MOST_WAITED * seconds
+
+    def is_late(self) -> bool:
+        """Whether the deadline has passed, put off by what its threads waited for a core."""
+        if system.monotonic() <= self.deadline:
+            return False
+        if self._waits is not None:
+            waited = min(self._waits.longest() or 0.0, self._may_wait)
+            self._waits, self._may_wait = system.CoreWaits(self._group.pid), self._may_wait - waited
+            self.deadline += waited
+        return system.monotonic() > self.deadline
+
+    def is_stuck(self, position: Position) -> bool:
+        """Whether the op at ``position`` takes too long, as far as its threads do not wait."""
+        seconds = position.seconds_in_op()
+        if seconds > self.op_limit and self._waits is not None:
+            seconds *= 1 - self._waits.share()
+        return seconds > self.op_limit
 
     def position(self) -> Position | None:
         """Return the op that the worker runs or ran last; ``None`` if that is not known."""
@@ -107,10 +133,6 @@ class Worker(Generic[Message]):
     def exit_code(self) -> int | None:
         """Exit code of the process; ``None`` while it runs."""
         return self._group.exit_code
-
-    def waited_seconds(self) -> float:
-        """The most seconds that one of its threads waited for a core; 0 if not known."""
-        return system.longest_wait(self._group.pid) or 0.0
 
     def end(self) -> None:
         """Kill the process if it still runs, with all that it started, wait until it has ended, and
@@ -203,9 +225,9 @@ class Supervisor(Generic[AnyWorker, Message]):
         state: State = "running"
         if exit_code is not None and not messages:
             state = "ended"
-        elif system.monotonic() > worker.deadline:
+        elif worker.is_late():
             state = "timeout"
-        elif position is not None and position.seconds_in_op() > worker.op_limit:
+        elif position is not None and worker.is_stuck(position):
             state = "stuck"
         elif worker.idle_limit != math.inf and worker.idle_seconds() > worker.idle_limit:
             state = "idle"

@@ -71,14 +71,29 @@ def sleep(seconds: float) -> None:
 # meanwhile.
 
 
-def longest_wait(process: int | str = "self") -> float | None:
-    """The most seconds that a thread of a process (this one) waited for a core, if known."""
-    waited = []
-    with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{process}/task"):
-            with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended
-                waited.append(_waited(f"/proc/{process}/task/{thread}/schedstat"))
-    return max(waited, default=None)
+class CoreWaits:
+    """How long the threads of a process (this one) wait for a core, from now on."""
+
+    def __init__(self, process: int | str = "self") -> None:
+        self._process, self._since = process, monotonic()
+        self._before = self._by_thread()
+
+    def longest(self) -> float | None:
+        """The most seconds that one of them has waited, if that is known."""
+        after = self._by_thread()
+        return max((waited - self._before.get(thread, 0.0) for thread, waited in after.items()), default=None)
+
+    def share(self) -> float:
+        """The part of the time that this is; 0 if it is not known."""
+        return min(1.0, (self.longest() or 0.0) / max(monotonic() - self._since, 1e-3))
+
+    def _by_thread(self) -> dict[str, float]:
+        waited = {}
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(f"/proc/{self._process}/task"):
+                with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended
+                    waited[thread] = _waited(f"/proc/{self._process}/task/{thread}/schedstat")
+        return waited
 
 
 def own_wait() -> float | None:

@@ -28,6 +28,7 @@ from lowprec_check.core.task_workers import SideBySide
 from lowprec_check.engine.model.target_source import load_here
 from lowprec_check.engine.model.target_spec import TargetSpec
 from lowprec_check.features.times.timed_runs import NotTimedError
+from lowprec_check.process import system
 from lowprec_check.process.function_worker import FunctionWorker
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.torchkit.compiled import forget_compiled
@@ -316,7 +317,7 @@ def test_a_run_past_its_budget_ends_while_another_is_explained(
     two_cores: Callable[[float], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     two_cores(1.0)
-    monkeypatch.setattr(FunctionWorker, "waited_seconds", lambda _: 0.0)  # for other tests
+    monkeypatch.setattr(system.CoreWaits, "longest", lambda _: 0.0)  # for other tests
     options = TWO_SLOW_RUNS | {"budget": 2.0}
     result = scan(NeverEnds(tmp_path / "log").eval(), torch.randn(4, 8), **options)
     assert [run.status for run in result.runs] == ["ok", "timeout", "timeout"]
@@ -335,7 +336,7 @@ def test_what_a_run_waits_for_cores_does_not_count_against_its_budget(
     most: float,
 ) -> None:
     two_cores(1.0)
-    monkeypatch.setattr(FunctionWorker, "waited_seconds", lambda _: waited * time.monotonic())
+    monkeypatch.setattr(system.CoreWaits, "longest", lambda waits: waited * (time.monotonic() - waits._since))
     options = TWO_SLOW_RUNS | {"budget": 1.5}
     result = scan(NeverEnds(tmp_path / "log").eval(), torch.randn(4, 8), **options)
     assert [run.status for run in result.runs] == ["ok", "timeout", "timeout"]

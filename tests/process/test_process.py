@@ -26,7 +26,7 @@ import torch
 from conftest import ROOT
 
 from lowprec_check.engine.model.user_code import parsing
-from lowprec_check.process import process_group
+from lowprec_check.process import process_group, system
 from lowprec_check.process.breadcrumb import Breadcrumb, open_shared, read_shared, shared_file
 from lowprec_check.process.command_worker import CommandWorker, LineWorker
 from lowprec_check.process.fork_lock import ForkLock
@@ -180,6 +180,57 @@ def test_a_worker_that_hangs_is_killed_at_its_deadline() -> None:
     messages, end = watch(worker)
     assert (messages, end.state, end.exit_code) == ([], "timeout", None)
     assert worker.exit_code == -signal.SIGKILL
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]:
+    """Of seconds that pass only when it is called, of which a thread of each worker waits for a core."""
+    passed = {"all": 0.0, "waiting": 0.0}
+    monkeypatch.setattr(system, "monotonic", lambda: passed["all"])
+    monkeypatch.setattr(system.CoreWaits, "_by_thread", lambda _: {"main": 5.0, "other": passed["waiting"]})
+
+    def tick(seconds: float, waiting: float) -> None:
+        passed["all"] += seconds
+        passed["waiting"] += waiting
+
+    return tick
+
+
+class Watched(Worker[int]):
+    def __init__(self) -> None:
+        super().__init__()
+        self._group = types.SimpleNamespace(pid=0)  # type: ignore[assignment]
+
+
+def test_what_a_worker_waits_for_a_core_does_not_count_against_its_deadline(
+    clock: Callable[[float, float], None],
+) -> None:
+    worker = Watched()
+    worker.set_timeout(10.0)
+    clock(11.0, 9.0)
+    assert not worker.is_late()
+    assert worker.deadline == pytest.approx(19.0)
+    clock(9.0, 0.0)
+    assert worker.is_late()
+    worker.set_timeout(1.0)
+    clock(100.0, 99.5)  # its own threads may keep it waiting for ever
+    assert worker.is_late()
+    worker.puts_off = False
+    worker.set_timeout(1.0)
+    clock(2.0, 1.9)
+    assert worker.is_late()
+
+
+@pytest.mark.parametrize(("waiting", "is_stuck"), [(0.0, True), (1.0, True), (9.0, False)])
+def test_what_a_worker_waits_for_a_core_does_not_count_against_the_limit_of_an_op(
+    clock: Callable[[float, float], None], waiting: float, is_stuck: bool
+) -> None:
+    worker = Watched()
+    worker.set_timeout(100.0)
+    worker.op_limit = 1.0
+    clock(10.0, waiting)
+    position = types.SimpleNamespace(seconds_in_op=lambda: 2.0)
+    assert worker.is_stuck(position) is is_stuck  # type: ignore[arg-type]
 
 
 CRASH_WITH_A_LIBRARY = """

@@ -38,11 +38,11 @@ class CallTimes:
 
     def begin(self) -> None:
         """A call begins."""
-        self._set_up, self._waited = (compiled_frames(), len(sys.modules)), system.longest_wait() or 0.0
+        self._set_up, self._waits = (compiled_frames(), len(sys.modules)), system.CoreWaits()
 
     def end(self, seconds: float, *, prepares: bool = False) -> None:
         """It took so many ``seconds``; whether its first one ``prepares`` the model."""
-        working = seconds - max(0.0, (system.longest_wait() or 0.0) - self._waited)
+        working = seconds - (self._waits.longest() or 0.0)
         sets_up = (prepares and not self._calls) or (compiled_frames(), len(sys.modules)) > self._set_up
         self._calls.append(_Call(seconds, working, sets_up))
 

@@ -88,12 +88,12 @@ class BackendChecker:
             statuses = {name: judge([after[name]], [expected[name]], self._task.tolerance)[0] for name in both}
             self._add(changed=[name for name, status in statuses.items() if status not in ("ok", "unjudged")])
             # Changed inputs, until the run fails on one or time is up; waiting for a core is free.
-            limit = _seconds_with_core() + SHARE * self._task.call_budget
+            started, waits, limit = system.monotonic(), system.CoreWaits(), SHARE * self._task.call_budget
             for change, call in changed_inputs(self._target, self._task.seed):
                 if self._quantizes and change not in _IN_RANGE:
                     continue
                 compiles = change == "larger-batch" and self._first_seconds > SECONDS_TO_COMPILE
-                if compiles or _seconds_with_core() > limit:
+                if compiles or system.monotonic() - started - (waits.longest() or 0.0) > limit:
                     self._add(reason=SLOW)
                 elif self.result is self._plain:
                     self._try(change, call, on_input)
@@ -163,10 +163,6 @@ class BackendChecker:
             return True, None
         distance = worst(distances(comparable), slack)
         return distance.verdict(slack) == "worse", distance.error(distance.eager)
-
-
-def _seconds_with_core() -> float:
-    return system.monotonic() - (system.longest_wait() or 0.0)
 
 
 # -- What a compiler says

@@ -107,7 +107,7 @@ class TimedCalls:
         """The turn of ``row`` in a round, at least ``least`` s; ``on_one_core`` adds such calls."""
         work = seconds_of_fixed_work()
         self._rewind()
-        started, before = system.perf_counter(), system.longest_wait()
+        started, waits = system.perf_counter(), system.CoreWaits()
         first = self.call()
         if self._events is not None and first < LONG_SECONDS:
             seconds = self._events.seconds(IN_A_ROW, least, again=number > 0)
@@ -117,20 +117,19 @@ class TimedCalls:
         clean, disturbed, waited = list[float](), list[float](), 0.0
         calls, since = [first] if first >= LONG_SECONDS else self._burst(first), started
         while True:
-            now, after = system.perf_counter(), system.longest_wait()
-            wait = 0.0
-            if after is not None and before is not None:
-                wait = max(0.0, after - before)
+            now, longest = system.perf_counter(), waits.longest()
+            wait = longest or 0.0
             (disturbed if wait > DISTURBED * (now - since) else clean).extend(calls)
             waited += wait
             if _enough(clean, least) or (now - started >= PATIENCE and _enough(clean + disturbed, least)):
                 break
-            calls, since, before = self._burst(first), now, after
+            waits = system.CoreWaits()
+            calls, since = self._burst(first), now
         return TurnTimed(
             row=row,
             round=number,
             seconds=clean or disturbed,
-            waited=None if after is None else min(1.0, waited / (now - started)),
+            waited=None if longest is None else min(1.0, waited / (now - started)),
             is_disturbed=not clean,
             on_one_core=self._on_one_core() if on_one_core and first < VERY_LONG_SECONDS else [],
             fixed_work=work,

@@ -486,7 +486,8 @@ def test_what_no_analyzed_call_shows_is_run_as_its_user_runs_it(
 def test_the_time_of_an_analyzed_call_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hopeless = property(lambda task: math.inf if task.is_reference else 0.0)
     monkeypatch.setattr(tasks.ModelTask, "hopeless_seconds", hopeless)
-    monkeypatch.setattr(system, "longest_wait", lambda: None)  # a call that waited for a core all the time takes 0 s
+    # A call that waited for a core all the time takes 0 s.
+    monkeypatch.setattr(system.CoreWaits, "longest", lambda _: None)
     files = written(tmp_path)
     for once in (True, False):
         if not once:

@@ -314,7 +314,7 @@ def times_of(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[float, bool]], *
     """As many ``calls`` as there are to be: seconds, and whether the call compiles."""
     frames, left = [0], iter(calls)
     monkeypatch.setattr(call_times, "compiled_frames", lambda: frames[0])
-    monkeypatch.setattr(system, "longest_wait", lambda: 0.0)
+    monkeypatch.setattr(system.CoreWaits, "longest", lambda _: 0.0)
     times = CallTimes(3, **{"seconds": 10.0, "too_slow": 2.0, "hopeless": 5.0} | limits)
     while times.goes_on:
         times.begin()

@@ -50,7 +50,7 @@ def whole_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without load, in forks and this process."""
-    monkeypatch.setattr(system, "longest_wait", lambda _process="self": None)
+    monkeypatch.setattr(system.CoreWaits, "longest", lambda _: None)
 
 
 def timed(
