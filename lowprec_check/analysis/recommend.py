@@ -14,6 +14,7 @@ from lowprec_check.analysis.run_summary import (
     error_of,
     is_cast,
     is_unjudged,
+    lacked_time,
     memory_ratio,
     missing_kernels,
     part_of_tolerance,
@@ -307,10 +308,11 @@ def action(result: ScanResult) -> Action:
 
 
 def missing_runs(result: ScanResult) -> int:
-    """The number of runs that a scan did not make because it ended early."""
+    """The number of runs that a scan did not make because it ended early, or lacked time."""
+    skipped = [run for run in result.runs if run.status == "skipped"]
     if result.complete:
-        return 0
-    return sum(run.status == "skipped" for run in result.runs)
+        return sum(map(lacked_time, skipped))
+    return len(skipped)
 
 
 def is_known_gain(result: ScanResult) -> bool:

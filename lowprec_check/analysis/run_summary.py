@@ -189,6 +189,20 @@ def fails_elsewhere(run: Run) -> InputsTried | None:
     return None
 
 
+TIME_IS_OVER = "minutes of this scan are over"
+"""In the reason of a run that was skipped because those before it took too long."""
+
+
+def lacked_time(run: Run) -> bool:
+    """Whether a limit of time ended or skipped it: it might pass with more."""
+    if run.status == "skipped":
+        return TIME_IS_OVER in (run.reason or "")
+    further = fails_elsewhere(run)
+    if further is not None:
+        return further.statuses.keys() <= {"ok", "timeout"}
+    return run.status == "timeout"
+
+
 def part_of_tolerance(run: Run) -> float:
     """The largest error over all inputs, relative to the tolerance; 0 if it is unknown."""
     worst = run.distance or 0.0

@@ -48,6 +48,8 @@ class Launcher:
         self.side_by_side = SideBySide(source)
         self.forks_may_wait = True
         """Whether a fork that only waits may do so because it is a fork."""
+        self.slowdown: Callable[[], float] | None = None
+        """How many times as long as at first fp32 takes now; ``None``: no limit is put in doubt."""
 
     def do(self, task: ModelTask, retries: Sequence[Retry] | None = None) -> Outcome:
         """Do ``task``; each of ``retries`` in turn looks at its end and may do it again."""
@@ -190,6 +192,18 @@ def _after_a_death(launcher: Launcher, task: RunTask, outcome: Outcome, again: A
     return outcome
 
 
+def _after_its_limit(launcher: Launcher, task: RunTask, outcome: Outcome, again: Again) -> Outcome:
+    """Once more if its plain part took too long, in more time if fp32, too, takes longer by now."""
+    if outcome.run is not None or outcome.ended != "timeout" or launcher.slowdown is None or task.waits_count:
+        return outcome
+    budget = math.ceil(task.budget * launcher.slowdown())
+    second = again(dataclasses.replace(task, budget=budget))
+    # It is slow, not the machine: so may be the runs to come.
+    if second.run is None and second.ended == "timeout":
+        launcher.slowdown = None
+    return second
+
+
 def _in_a_fresh_interpreter(launcher: Launcher, task: RunTask, outcome: Outcome, again: Again) -> Outcome:
     """If fp32 failed in a fork, which may be to blame."""
     if not launcher.forks or not outcome.failed:
@@ -225,7 +239,7 @@ def _with_parameters_kept(launcher: Launcher, task: RunTask, outcome: Outcome, a
 
 OF_ANY_TASK: tuple[Retry, ...] = (_after_other_tasks, _after_a_fork_that_waited)
 _OF_VERDICT: tuple[Retry, ...] = (*OF_ANY_TASK, _in_a_simpler_way, _after_a_death)
-OF_A_RUN: tuple[Retry, ...] = (*_OF_VERDICT, _with_parameters_kept)
+OF_A_RUN: tuple[Retry, ...] = (*_OF_VERDICT, _after_its_limit, _with_parameters_kept)
 OF_REFERENCE: tuple[Retry, ...] = (*_OF_VERDICT, _in_a_fresh_interpreter, _with_parameters_kept)
 """Why a task, a run and fp32 are done again, in this order."""
 

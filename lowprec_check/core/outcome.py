@@ -247,7 +247,8 @@ def _end_of_plain_part(task: RunTask, outcome: Outcome, run: Run) -> dict[str, A
 
 def _why_late(task: RunTask, outcome: Outcome, which: str = "") -> str:
     where = f", at {outcome.line}" if outcome.line else ""
-    return f"exceeded the budget of {task.call_budget:g} s{which}{where}"
+    seconds = outcome.started.seconds if outcome.started is not None else task.call_budget
+    return f"exceeded the budget of {seconds:g} s{which}{where}"
 
 
 def explained_by(run: Run, eager: Run) -> Run:

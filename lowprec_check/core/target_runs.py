@@ -49,6 +49,8 @@ EXPLAIN_RATIO = 60.0
 BUDGET, BUDGET_RATIO = 20.0, 10.0
 """Seconds for each other run; more if so many fp32 forwards, or a few first ones, take longer."""
 FIRST_CALLS = 3.0
+MOST_SLOWDOWN = 10.0
+"""A limit that was exceeded is raised at most so much when the run is repeated."""
 
 ERRORS_OF_FP32 = 3.0
 """So many times the difference between two fp32 runs passes."""
@@ -95,7 +97,7 @@ class TargetRuns:
         self._fp32_ms: float | None = None
         """The time of fp32 here, which limits are derived from."""
         self._self_error = 0.0
-        self._first_seconds = 0.0
+        self._first_seconds = self._seconds_by_clock = 0.0
         self._started = system.monotonic()
         self.long_calls: LongCalls | None = None
         """What the runs may take, if calls are long."""
@@ -147,7 +149,7 @@ class TargetRuns:
                 "reference.",
                 "Remove clocks, unseeded generators, and state outside the model's attributes from the forward.",
             )
-        self._first_seconds = so_far.first_seconds
+        self._first_seconds, self._seconds_by_clock = so_far.first_seconds, so_far.seconds_by_clock
         run = finished(task, outcome)
         self._drew[task.key] = so_far.draws
         self.training = so_far.training
@@ -163,7 +165,19 @@ class TargetRuns:
             self._fp32_ms = so_far.seconds * 1e3
             self.fp32 = self._completed(run, task)
         self._eager[run.key] = self.fp32
+        if self.options.budget is None and self.mode.is_forward:
+            self.launcher.slowdown = self._slowdown
         return self.fp32
+
+    def _slowdown(self) -> float:
+        """How many times as long as at first a call of fp32 takes now, beside other programs."""
+        task = self._task(REFERENCE, budget=REFERENCE_BUDGET, measured=False, instrumented=False)
+        so_far = self.launcher.do(task).so_far
+        if so_far is None or not so_far.is_judged:
+            return MOST_SLOWDOWN
+        first = so_far.first_seconds / max(self._first_seconds, 1e-3)
+        later = so_far.seconds * 1e3 / max(self._fp32_ms or 0.0, 1e-3)
+        return min(max(1.0, first, later), MOST_SLOWDOWN)
 
     def reference_task(self) -> RunTask:
         """The task of the fp32 run, for what is found from another such run."""
@@ -219,7 +233,7 @@ class TargetRuns:
 
     def in_order(self, keys: Sequence[RunKey]) -> list[RunKey]:
         """``keys`` in the order to run them: slow ones last, which may run side by side."""
-        fp32_seconds = (self._fp32_ms or 0.0) / 1e3
+        fp32_seconds = max(self._seconds_by_clock, (self._fp32_ms or 0.0) / 1e3)
         if self.mode.limits_calls and fp32_seconds > LONG_CALL:
             self.long_calls = LongCalls(self._started, fp32_seconds, len(keys))
             self.launcher.source.report(NOTICE, self.long_calls.notice)

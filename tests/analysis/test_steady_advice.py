@@ -18,7 +18,7 @@ from lowprec_check.analysis.conclusion import conclude, conclude_early
 from lowprec_check.analysis.recommend import action
 from lowprec_check.analysis.statements.advice import verdict
 from lowprec_check.compat.scan_process import Request, row_of
-from lowprec_check.schema.measures import Latency, Speedup
+from lowprec_check.schema.measures import InputsTried, Latency, Speedup
 
 RESULT = shared_result()
 MIB = 1 << 20
@@ -207,3 +207,37 @@ def test_a_scan_that_ended_early_says_after_how_many_runs() -> None:
     assert verdict(early) == "After 2 of 5 runs: half did not pass here"
     whole = conclude(msgspec.structs.replace(result, complete=False))
     assert "After" not in verdict(whole)
+
+
+LATE, WRONG, GOOD = ("timeout", None), ("inaccurate", None), ("ok", None)
+NOT_MADE = ("skipped", "the 8 minutes of this scan are over: a call takes 30 s")
+
+
+@pytest.mark.parametrize(
+    ("ends", "says"),
+    [
+        ([LATE] * 4, "Stay in fp32 or raise --budget: no low precision ended in time"),
+        ([LATE], "Stay in fp32 or raise --budget: bfloat16 did not end in time"),
+        (
+            [WRONG, LATE, WRONG, LATE],
+            "Stay in fp32 or raise --budget: no low precision passed here; autocast-bf16 and autocast-fp16 did not "
+            "end in time",
+        ),
+        ([WRONG] * 4, "Stay in fp32: no low precision passed here"),
+        ([WRONG, NOT_MADE], "After 2 of 3 runs: bfloat16 did not pass here"),
+        ([NOT_MADE] * 4, "After 1 of 5 runs: nothing else could be run"),
+        (
+            [GOOD, NOT_MADE],
+            "After 2 of 3 runs: bfloat16 passes and saves 62 % of the memory (8.0 MiB → 3.0 MiB); not timed",
+        ),
+    ],
+)
+def test_a_limit_of_time_that_was_reached_is_said_in_the_verdict(ends: list[tuple[str, str | None]], says: str) -> None:
+    runs = [run(name, status, 0.5, reason=why) for name, (status, why) in zip(NAMES, ends, strict=False)]
+    assert verdict(concluded(untimed(runs))) == says
+
+
+def test_a_limit_that_ended_a_further_input_is_said_in_the_verdict() -> None:
+    tried = InputsTried(kind="resampled", tried=2, failed=1, statuses={"ok": 1, "timeout": 1})
+    result = concluded([run("half", "ok", 1e-4, further_inputs=tried)])
+    assert verdict(result) == "Stay in fp32 or raise --budget: half did not end in time on every input"

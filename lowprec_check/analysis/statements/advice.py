@@ -22,6 +22,7 @@ from lowprec_check.analysis.run_summary import (
     is_cast,
     is_too_small,
     label,
+    lacked_time,
     memory_ratio,
     missing_kernels,
     part_of_tolerance,
@@ -163,8 +164,11 @@ def _memory(ratio: float, result: ScanResult) -> Sentence:
 def _no_pass(result: ScanResult) -> Sentence:
     tried = [run for run in candidates(result.runs) if run.base is None and run.status != "skipped"]
     tried = [run for run in tried if run.is_low] or tried
+    late = [label(run) for run in tried if lacked_time(run)]
+    stay = "Stay in fp32 or raise --budget: " if late else "Stay in fp32: "
     # what was not run yet may pass
-    stay = "" if missing_runs(result) else "Stay in fp32: "
+    if missing_runs(result):
+        stay = ""
     if not tried:
         return plain(f"{stay}nothing else could be run")
     where, names = "", [label(run) for run in tried]
@@ -173,15 +177,20 @@ def _no_pass(result: ScanResult) -> Sentence:
     here, fails = f"passed{where} here", f"did not pass{where} here"
     if result.evidence == "predicted":
         here, fails = f"is predicted to pass{where}", f"is predicted not to pass{where}"
+    if late == names:
+        here, fails, late = f"ended in time{where}", f"did not end in time{where}", []
+    in_time = None
+    if late:
+        in_time = say("{late:text} did not end in time", late=choices(late, "and"))
     # Names are listed only where they are not all that there are.
     if {precision.name for precision in low_precisions()} <= {run.precision for run in tried}:
-        return say(f"{stay}no low precision {{here:text}}", here=here)
+        return chained(say(f"{stay}no low precision {{here:text}}", here=here), in_time)
     if len(tried) == 1:
         return say(f"{stay}{{name:text}} {{fails:text}}", name=names[0], fails=fails)
     none = f"none of {choices(names, 'and')}"
     if len(tried) == 2:
         none = f"neither {choices(names, 'nor')}"
-    return say(f"{stay}{{none:text}} {{here:text}}", none=none, here=here)
+    return chained(say(f"{stay}{{none:text}} {{here:text}}", none=none, here=here), in_time)
 
 
 def in_fp32(keeps: Plan | Recommendation, modules: int, plan: Plan | None) -> str:

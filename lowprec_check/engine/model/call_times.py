@@ -13,8 +13,8 @@ from lowprec_check.torchkit.compiled import compiled_frames
 class _Call(NamedTuple):
     """One call, in seconds."""
 
-    seconds: float
-    working: float  # without the time that its threads waited for a core
+    seconds: float  # without the time that its threads waited for a core
+    by_clock: float
     sets_up: bool
     """Whether it compiled, or imported what the model needs: other calls do not repeat that."""
 
@@ -23,8 +23,8 @@ class CallTimes:
     """Times of at most ``most`` calls of a model in a row.
 
     There is no further call if all but the first would take longer than ``seconds``, or the fastest
-    took longer than ``too_slow``, or than ``hopeless`` without the time that its threads waited for
-    a core. A call that sets something up is followed by one, unless it ``reads_weights``; so is the
+    took longer than ``too_slow`` or ``hopeless``. What threads waited for a core does not count. A
+    call that sets something up is followed by one, unless it ``reads_weights``; so is the
     first one where none is ``hopeless``, since an accelerator loads its kernels in it.
     """
 
@@ -38,13 +38,15 @@ class CallTimes:
 
     def begin(self) -> None:
         """A call begins."""
-        self._set_up, self._waits = (compiled_frames(), len(sys.modules)), system.CoreWaits()
+        self._set_up = (compiled_frames(), len(sys.modules))
+        self._waits, self._used = system.CoreWaits(), system.thread_time()
 
     def end(self, seconds: float, *, prepares: bool = False) -> None:
         """It took so many ``seconds``; whether its first one ``prepares`` the model."""
-        working = seconds - (self._waits.longest() or 0.0)
+        # A wait shortly before the call counts, too: what its thread has used is the least.
+        working = max(seconds - (self._waits.longest() or 0.0), system.thread_time() - self._used)
         sets_up = (prepares and not self._calls) or (compiled_frames(), len(sys.modules)) > self._set_up
-        self._calls.append(_Call(seconds, working, sets_up))
+        self._calls.append(_Call(min(working, seconds), seconds, sets_up))
 
     @property
     def count(self) -> int:
@@ -57,6 +59,11 @@ class CallTimes:
         return min((call.seconds for call in self._settled), default=0.0)
 
     @property
+    def fastest_by_clock(self) -> float:
+        """The same, with the time that its threads waited for a core."""
+        return min((call.by_clock for call in self._settled), default=0.0)
+
+    @property
     def first(self) -> float:
         """Seconds of the first call, and what later ones that set something up took in addition."""
         more = (call.seconds - self.fastest for call in self._calls[1:] if call.sets_up)
@@ -65,7 +72,7 @@ class CallTimes:
     @property
     def is_hopeless(self) -> bool:
         """Whether no call is fast enough to be worth another one."""
-        return min((call.working for call in self._settled), default=math.inf) > self._hopeless
+        return bool(self._calls) and self.fastest > self._hopeless
 
     @property
     def goes_on(self) -> bool:

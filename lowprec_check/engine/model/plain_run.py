@@ -151,6 +151,7 @@ class PlainCalls:
             run=run,
             is_judged=True,
             seconds=times.fastest,
+            seconds_by_clock=times.fastest_by_clock,
             first_seconds=times.first,
             draws=True if drew else None,
         )

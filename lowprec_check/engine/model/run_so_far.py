@@ -31,6 +31,8 @@ class RunSoFar(Struct, frozen=True, kw_only=True, tag="run"):
     # Not saved: what limits, retries and other runs rest on.
     seconds: float = 0.0
     """Of the fastest call, of those that compile and import nothing if there are any."""
+    seconds_by_clock: float = 0.0
+    """The same, with the time that its threads waited for a core, which the others leave out."""
     first_seconds: float = 0.0
     """Of the first call, and what further ones took longer because they compile or import."""
     changes_parameters: bool = False

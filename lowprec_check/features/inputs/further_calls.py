@@ -39,7 +39,7 @@ SECONDS, SHARE = 0.1, 0.2
 SLOWER = 2.0
 """Runs so many times as slow as fp32 are tried on as many inputs as fp32 had time for."""
 WAITING = 2.5
-"""So many times that long it may take in all, for inputs that are read from somewhere."""
+"""So many times that long it may take, without waits for a core: inputs may be read from files."""
 LARGEST = 256 << 20
 """Bytes of further inputs and outputs that are kept."""
 REPEATS = 1e-4
@@ -79,7 +79,7 @@ class FurtherCalls:
         # The output of the probe is compared, if there is one, instead of the model's.
         self._plain, self._probe = plain, probe
         self._seconds = SECONDS + SHARE * (plain.first_seconds + plain.run.calls * plain.seconds)
-        self._started = system.thread_time(), system.monotonic()
+        self._started, self._waits = (system.thread_time(), system.monotonic()), system.CoreWaits()
         self._call_seconds = plain.seconds
         """What a call takes: other programs may have slowed down those of the plain part."""
 
@@ -89,7 +89,7 @@ class FurtherCalls:
 
     @property
     def _has_time(self) -> bool:
-        waiting = system.monotonic() - self._started[1]
+        waiting = system.monotonic() - self._started[1] - (self._waits.longest() or 0.0)
         in_time = self._taken + self._call_seconds <= self._seconds and waiting <= WAITING * self._seconds
         return in_time or self._task.further_inputs is not None
 

@@ -46,7 +46,7 @@ class TurnTimed(Struct, frozen=True, kw_only=True, tag="turn-timed"):
     is_disturbed: bool = False
     """Whether threads waited in all of the calls."""
     on_one_core: list[float] = []
-    """Seconds of further calls, less those in which they waited for their core."""
+    """Seconds of processor time of further calls."""
     fixed_work: float
     """Seconds of a fixed piece of work."""
     launched: tuple[float, float] | None = None

@@ -22,6 +22,7 @@ from lowprec_check.features.times.rounds import LONG_SECONDS, NextTurn, RoundSch
 from lowprec_check.process import system
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.torchkit.compiled import compiled_frames
+from lowprec_check.torchkit.devices import seed_everything
 
 # -- What disturbs times: threads that wait for a core, a processor that changes its speed
 
@@ -60,11 +61,9 @@ ENOUGH_SECONDS = 0.05
 REFUSED_SECONDS = 0.1
 """After so long, none will count: a compiler has threads of its own."""
 ALONE = 0.3
-"""The part of a call on one core in which torch's other threads may still spin."""
-UNDISTURBED = 0.02
-"""The largest part of a short call on one core that it may have waited."""
+"""The part of a call on one core in which torch's other threads may still spin, or none works."""
 SHORT_SECONDS = 0.005
-"""What is left of a longer call counts even if the thread had to wait."""
+"""A shorter call is made after one that fills the caches."""
 WARM_UP_CALLS = 3
 """Before the first turn of a compiled model: a traced graph is optimized in its second call."""
 FILLS = 2.0
@@ -146,7 +145,7 @@ class TimedCalls:
             return [call_once(self._ready, *inputs)[1] for inputs in inputs_in_a_row][1:]
 
     def _on_one_core(self) -> list[float]:
-        """Seconds of calls with one thread, whose waits for its core are known and subtracted."""
+        """Seconds of calls with one thread, of the processor: load does not change them."""
         threads = torch.get_num_threads()
         try:
             seconds = []
@@ -165,20 +164,23 @@ class TimedCalls:
             torch.set_num_threads(threads)
 
     def _call_alone(self) -> float | None:
-        """Seconds of a call on one core, less its waits; ``None`` if they are unknown."""
+        """Seconds of processor time of a call on one core; ``None`` if it does something else."""
         self._rewind()  # which restores the number of threads, too
         torch.set_num_threads(1)
-        before, cpu, frames = system.own_wait(), system.time_of_other_threads(), compiled_frames()
-        taken, after = self.call(), system.own_wait()
-        # Nor may other threads work, or code that was compiled for more threads be compiled again.
-        others_worked = system.time_of_other_threads() - cpu > ALONE * taken
+        seed_everything(self._task.seed)
+        inputs = self._ready.inputs(*self._inputs)
+        before, others, frames = system.own_wait(), system.time_of_other_threads(), compiled_frames()
+        started = system.thread_time()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _, taken = call_once(self._ready, *inputs)
+        worked, after = system.thread_time() - started, system.own_wait()
+        # It may not sleep, nor other threads work, or code be compiled again for fewer threads.
+        others_worked = system.time_of_other_threads() - others > ALONE * taken
         if before is None or after is None or others_worked or compiled_frames() > frames:
             return None
-        # Waits shortly before and after the call count too: a short call may have none.
-        waited = after - before
-        if waited <= UNDISTURBED * taken or taken - waited >= SHORT_SECONDS:
-            return taken - waited
-        return None
+        slept = taken - worked - (after - before)
+        return worked if slept <= ALONE * worked else None
 
     def call(self) -> float:
         """Seconds of a call."""

@@ -349,3 +349,25 @@ def test_a_first_call_that_loads_kernels_tells_nothing_of_others_where_the_forma
 ) -> None:
     times = times_of(monkeypatch, [(first, False), (0.03, False), (0.03, False)], hopeless=hopeless)
     assert (times.count, times.fastest) == (count, 0.03 if count > 1 else first)
+
+
+@pytest.mark.parametrize(
+    ("waited", "used", "fastest"),
+    [
+        (0.0, 0.5, 6.0),
+        (5.5, 0.5, 0.5),  # beside a load
+        (6.5, 0.4, 0.4),  # it waited shortly before, too
+        (0.0, 9.0, 6.0),  # what is made for a call is not a part of it
+    ],
+)
+def test_what_threads_of_a_plain_call_wait_for_a_core_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, waited: float, used: float, fastest: float
+) -> None:
+    clock = iter([0.0, used])
+    monkeypatch.setattr(system.CoreWaits, "longest", lambda _: waited)
+    monkeypatch.setattr(system, "thread_time", lambda: next(clock))
+    times = CallTimes(1, seconds=10.0, too_slow=2.0, hopeless=5.0)
+    clock = iter([0.0, used])
+    times.begin()
+    times.end(6.0)
+    assert (times.fastest, times.fastest_by_clock, times.is_hopeless) == (fastest, 6.0, fastest > 5.0)

@@ -184,7 +184,6 @@ def test_what_a_first_call_makes_for_others_is_part_of_no_time(
 @pytest.mark.slow
 def test_a_call_on_one_core_that_compiles_again_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "ALONE", math.inf)  # other programs may work meanwhile
-    monkeypatch.setattr(turns, "SHORT_SECONDS", 0.0)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     task = ModelTask(precision="fp32", device="cpu", files=None, mode=Mode())  # type: ignore[arg-type]
@@ -197,6 +196,36 @@ def test_a_call_on_one_core_that_compiles_again_is_not_timed(monkeypatch: pytest
         assert compiled_frames() > frames  # else this test shows nothing
         assert calls._call_alone() is not None
     torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("worked", "waited", "by_others", "seconds"),
+    [
+        (0.004, 0.0, 0.0, 0.004),
+        (0.004, 0.9, 0.0, 0.004),  # beside a load
+        (0.004, 0.0, 0.5, None),
+        (0.004, None, 0.0, None),  # a system that does not say how long threads wait
+        (0.004, 0.5, 0.0, None),  # it sleeps
+    ],
+)
+def test_the_processor_time_of_a_call_on_one_core_is_the_same_beside_a_load(
+    monkeypatch: pytest.MonkeyPatch, worked: float, waited: float | None, by_others: float, seconds: float | None
+) -> None:
+    clocks = {"thread_time": worked, "own_wait": waited, "time_of_other_threads": by_others}
+    passed = dict.fromkeys(clocks, 0.0)
+
+    def call_once(*_: Any) -> tuple[None, float]:
+        for name, after in clocks.items():
+            passed[name] = after or 0.0
+        return None, 0.904 if waited else 0.004
+
+    monkeypatch.setattr(turns, "call_once", call_once)
+    for name, after in clocks.items():
+        monkeypatch.setattr(system, name, lambda name=name, after=after: None if after is None else passed[name])
+    task = ModelTask(precision="fp32", device="cpu", files=None, mode=Mode())  # type: ignore[arg-type]
+    target = make_target(nn.Linear(8, 8), torch.randn(4, 8))
+    with task.mode.ready(task, target) as ready:
+        assert turns.TimedCalls(task, target, ready)._call_alone() == seconds
 
 
 def test_a_run_that_is_much_slower_is_not_called_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
