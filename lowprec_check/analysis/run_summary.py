@@ -199,7 +199,7 @@ def lacked_time(run: Run) -> bool:
         return TIME_IS_OVER in (run.reason or "")
     further = fails_elsewhere(run)
     if further is not None:
-        return further.statuses.keys() <= {"ok", "timeout"}
+        return set(further.statuses) - {"ok"} == {"timeout"}
     return run.status == "timeout"
 
 
