@@ -517,13 +517,20 @@ class StepLine(NamedTuple):
     """From before the first step on."""
 
 
-def by_step(title: str, lines: Sequence[StepLine], steps: int, name: str, band: Sequence[Sequence[float]] = ()) -> str:
+def by_step(
+    title: str,
+    lines: Sequence[StepLine],
+    steps: int,
+    name: str,
+    band: Sequence[Sequence[float]] = (),
+    step: str = "step",
+) -> str:
     """Lines from step to step as SVG, of a quantity of that name; on a log scale without a band."""
-    return _svg(title, lambda area: _by_step(lines, band, steps, name, area))
+    return _svg(title, lambda area: _by_step(lines, band, steps, (name, step), area))
 
 
 def _by_step(
-    lines: Sequence[StepLine], band: Sequence[Sequence[float]], steps: int, name: str, area: _Area
+    lines: Sequence[StepLine], band: Sequence[Sequence[float]], steps: int, names: tuple[str, str], area: _Area
 ) -> Iterator[Markup]:
     log = not band
     values = [v for *_, line in lines for v in line if v is not None and (v > 0 or not log)]
@@ -538,7 +545,7 @@ def _by_step(
         low, high = low / 1.2, high * 1.2
     x, y = _Axis(0, steps, area.left, area.right - 110, log=False), _Axis(low, high, area.bottom, area.top + 6, log=log)
     ticks = [(step, f"{step:g}") for step in x.steps() if step == int(step)]
-    yield from _frame(area, x, y, ticks, name, "step")
+    yield from _frame(area, x, y, ticks, *names)
     every = max(1, steps // 500)
     if band and band[0]:
         there = [f"{x(step)},{y(value)}" for step, value in enumerate(band[0])]
@@ -559,6 +566,41 @@ def _by_step(
             taken.append(at)
             ended = " ✕ Inf/NaN" if line[-1] is None else ""
             yield _text(at[0], at[3] - 3, f"{text[:24]}{ended}", "start", color)
+
+
+# -- cells in rows
+
+
+class CellRow(NamedTuple):
+    """A row of cells, each good or bad."""
+
+    name: str
+    cells: Sequence[tuple[bool, str]]
+    """Whether each is good, and its tooltip."""
+
+
+def cells(title: str, rows: Sequence[CellRow], name: str) -> str:
+    """Rows of cells of one width as SVG; ``name`` is what a cell stands for."""
+    return _svg(title, lambda area: _cells(rows, name, area))
+
+
+def _cells(rows: Sequence[CellRow], name: str, area: _Area) -> Iterator[Markup]:
+    left = min(0.4 * area.wide, max(len(row.name) for row in rows) * _LETTER + 12)
+    high = min(28.0, (area.bottom - area.top) / len(rows))
+    # Of more cells than fit, neighbours are one, as bad as the worst
+    most = max(len(row.cells) for row in rows)
+    together = -(-most // int((area.right - left) / 4))
+    wide = min(28.0, (area.right - left) / -(-most // together))
+    for number, row in enumerate(rows):
+        top = area.top + number * high
+        yield _text(left - 8, top + high / 2 + 4, row.name[: int(left / _LETTER)], "end")
+        for place, start in enumerate(range(0, len(row.cells), together)):
+            is_good, tip = min(row.cells[start : start + together], key=lambda cell: cell[0])
+            color = "good-bar" if is_good else "bad-bar"
+            box = {"x": round(left + place * wide, 1), "y": round(top, 1)}
+            size = {"width": round(max(wide - 1.5, 1.0), 1), "height": round(high - 3, 1)}
+            yield _tag("rect", _tag("title", tip), **box, **size, fill=f"var(--{color})")
+    yield _text((left + area.right) / 2, area.top + len(rows) * high + 18, name)
 
 
 # -- magnitudes

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -19,7 +20,7 @@ from lowprec_check.core.scan import ScanArguments, growing_scan
 from lowprec_check.engine.model.inputs import as_inputs
 from lowprec_check.engine.model.target import Target, check, forward_of, unchecked_target
 from lowprec_check.engine.model.target_source import TargetSource
-from lowprec_check.engine.model.target_spec import OnProgress
+from lowprec_check.engine.model.target_spec import NOTICE, OnProgress
 from lowprec_check.errors import UsageError, message_of
 from lowprec_check.features.programs.calls_of_model import CallCopy, CallsOfModel
 from lowprec_check.features.programs.first_calls import PlacingWatcher, names_of_modules
@@ -138,12 +139,13 @@ class WatchedProgram:
         if not models:
             problem = "No model was called: no torch.nn.Module with parameters."
             raise UsageError(problem, "Call the models of the program while it is watched.")
+        yield result
         for index, model in enumerate(models):
             scanned = result.models[index]
             try:
                 source = TargetSource(model.target(), name=model.name)
                 if self.on_progress is not None:
-                    source.on_progress = functools.partial(_progress_of, self.on_progress, model.name)
+                    source.on_progress = functools.partial(_progress_of, self.on_progress, model)
                 of_model = dataclasses.replace(options, batches=len(model.kept))
                 *_, scan = growing_scan(source, isolation, of_model)
                 scanned = msgspec.structs.replace(scanned, scan=conclude(scan))
@@ -179,5 +181,8 @@ def _with_forward(module: nn.Module, method: str) -> nn.Module:
     return other
 
 
-def _progress_of(on_progress: Callable[[str, str], None], name: str, run: str, doing: str) -> None:
-    on_progress(f"{name} · {run}", doing)
+def _progress_of(on_progress: OnProgress, model: ProgramModel, run: str, doing: str) -> None:
+    """Progress of a scan with the name of its model, and the call that is a batch of it."""
+    numbers = [call.number for call in model.kept]
+    in_calls = re.sub(r"\bbatch (\d+)", lambda batch: f"call {numbers[int(batch[1])]}", doing)
+    on_progress(run if run == NOTICE else f"{model.name} · {run}", in_calls)

@@ -17,12 +17,28 @@ from lowprec_check.features.programs.program_scan import (
     ScannedModel,
     VariableError,
 )
-from lowprec_check.report.blocks import Block, CodeBlock, Column, Document, ErrorOf, Fold, Heading, Row, Say, Table
+from lowprec_check.report import charts
+from lowprec_check.report.blocks import (
+    Block,
+    Chart,
+    CodeBlock,
+    Column,
+    Document,
+    ErrorOf,
+    Fold,
+    Heading,
+    Row,
+    Say,
+    Table,
+)
+from lowprec_check.report.charts import CellRow, StepLine
 from lowprec_check.report.runs_table import shown_status
 from lowprec_check.report.scan_document import machine, scan_document
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import counted, fill
 
+_LONGEST_RUN = 20
+"""Letters of the name of a run beside a chart."""
 SHOWN = 3
 """Findings of each model that a terminal shows."""
 
@@ -98,6 +114,31 @@ def _program_runs(program: ProgramScan) -> Iterator[Block]:
         cells = [variables.get(name) for name in names]
         rows.append(Row([_name_of(run, program.models), last, *cells, _where(run, program.models)], tag))
     yield Table(columns, rows, "runs of the program")
+    yield from _charts(program)
+
+
+def _charts(program: ProgramScan) -> Iterator[Chart]:
+    """Which calls of each model differ from fp32 in each run, and by how much, call by call."""
+    runs = [(_name_of(run, program.models), run) for run in program.runs if run.name != AGAIN and run.errors]
+    rows: list[CellRow] = []
+    lines: list[StepLine] = []
+    for number, (name, run) in enumerate(runs, start=1):
+        by_model: dict[str, list[tuple[bool, str]]] = {}
+        for error in run.errors:
+            figure = "not finite" if error.error is None else f"error {error.error:.1e}"
+            tip = f"{name}: call {error.call}: {error.note or figure}"
+            by_model.setdefault(_model_called(error, program.models), []).append(
+                (not error.exceeds(run.tolerance), tip)
+            )
+        short = name if len(name) <= _LONGEST_RUN else "recommended"
+        rows += [CellRow(f"{model} · {short}", cells) for model, cells in by_model.items()]
+        lines.append(StepLine(short, f"s{number % 6 or 6}", [None, *(error.error for error in run.errors)]))
+    title = "Calls of each model against fp32"
+    if rows:
+        yield Chart(title, lambda: charts.cells(title, rows, "calls, in order"), detail="all")
+    if any(value for line in lines for value in line.values):
+        steps, by_call = max(len(line.values) for line in lines) - 1, "Error of each call against fp32"
+        yield Chart(by_call, lambda: charts.by_step(by_call, lines, steps, "error", step="call"), detail="all")
 
 
 def _cell(variable: VariableError, tolerance: float) -> ErrorOf:

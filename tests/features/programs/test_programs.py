@@ -18,10 +18,12 @@ from lowprec_check.engine.model.target_spec import TargetSpec
 from lowprec_check.features.programs.assignments import RECOMMENDED, Assignment, assignments_of
 from lowprec_check.features.programs.calls_of_model import MOST, CallsOfModel
 from lowprec_check.features.programs.casting import ProgramCaster
+from lowprec_check.features.programs.models_of_program import _progress_of
 from lowprec_check.features.programs.program_document import program_document
 from lowprec_check.features.programs.program_file import scan_program_file
 from lowprec_check.features.programs.program_scan import CallError, ProgramRun, ProgramScan, ScannedModel
 from lowprec_check.report.layout.text import text
+from lowprec_check.report.registry import FORMATS
 from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.scan_result import ScanResult
@@ -275,6 +277,44 @@ def test_a_run_with_nan_is_saved_and_shown(tmp_path: Path) -> None:
     result.save(tmp_path / "program.json")
     assert msgspec.json.decode((tmp_path / "program.json").read_bytes(), type=ProgramScan) == result
     assert "pipe.vae.decode, call 1: has NaN or Inf" in text(program_document(result))
+
+
+def test_a_page_draws_the_calls_of_each_run() -> None:
+    errors = [CallError("Unet#0", call, 1e-6 * call) for call in range(1, 1001)]
+    errors[699] = CallError("Unet#0", 700, None, nonfinite=True)
+    model = ScannedModel(name="pipe.unet", kind="Unet", calls=1000, kept=[1], key="Unet#0")
+    again = ProgramRun("fp32 again", ["fp32"], [CallError("Unet#0", 1, 0.0)])
+    run = ProgramRun("half", ["half"], errors)
+    result = ProgramScan(tool="lowprec-check", target="infer.py", models=[model], runs=[again, run])
+    page = FORMATS.get("html").lay_out(program_document(result))
+    wide = page.partition('aria-label="Calls of each model against fp32"')[2].partition("</svg>")[0]
+    # Of 1000 calls some are drawn as one, as bad as the worst
+    assert 100 < wide.count("<rect") < 400
+    assert "all half: call 700: not finite" in wide
+    assert 'aria-label="Error of each call against fp32"' in page
+    assert "call 700: has NaN or Inf" in text(program_document(result))
+
+
+def test_progress_names_the_model_and_the_call() -> None:
+    steps: list[tuple[str, str]] = []
+    pipe = pipe_of(at_step=3)
+    with watch() as program:
+        pipe(IDS)
+    unet = program.models[1]
+    _progress_of(lambda run, doing: steps.append((run, doing)), unet, "half", "batch 1, plain run")
+    assert unet.kept[1].number == 4
+    assert steps == [("pipe.unet · half", "call 4, plain run")]
+
+
+def test_what_is_finished_is_kept() -> None:
+    pipe = pipe_of()
+    with watch() as program:
+        pipe(IDS)
+    growing = program.growing_scan(ScanOptions(further_inputs=0, precisions=["half"], times="off"), "none")
+    seen, first = next(growing), next(growing)
+    assert [model.name for model in seen.models] == ["pipe.text", "pipe.unet", "pipe.vae.decode"]
+    assert first.models[0].scan is not None
+    assert "1 model of 3 scanned" in text(program_document(first))
 
 
 def test_exit_is_an_end_and_an_exception_is_said(script: Any) -> None:
