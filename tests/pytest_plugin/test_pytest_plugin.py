@@ -419,6 +419,33 @@ def test_record_continues_after_a_gap(project: pytest.Pytester) -> None:
     one(project, f"{other_dtype}    assert not rec.gaps", passed=1)
 
 
+def test_program_scans_what_a_block_calls(project: pytest.Pytester) -> None:
+    project.makepyfile(
+        """
+        import pytest, torch
+        @pytest.mark.parametrize("largest", [1e-6, 1.0])
+        def test_it(lowprec, largest):
+            nets = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
+            with lowprec.program("half", isolation="none") as program:
+                for size in (1.0, 1e7):
+                    nets[0](torch.ones(2, 4))
+                    nets[1](torch.full((2, 4), largest) * size)
+            assert [model.name for model in program.models] == ["nets[0]", "nets[1]"]
+
+        def test_nothing(lowprec):
+            with lowprec.program():
+                torch.ones(2)
+        """
+    )
+    result = project.runpytest_subprocess()
+    result.assert_outcomes(passed=1, failed=2)
+    text = texts(result)
+    assert "nets[1], call 2" in text
+    assert "Linear does not pass in half" in text
+    assert "nets[0], call" not in text
+    assert "No model was called" in text
+
+
 def test_record_sees_inside_a_condition_that_imports_dynamo(project: pytest.Pytester) -> None:
     """``torch.cond`` compiles itself, and the handler of the mode is called from what was compiled."""
     project.makepyfile(
