@@ -28,9 +28,7 @@ from lowprec_check.cli.options import (
 )
 from lowprec_check.cli.progress import progress
 from lowprec_check.cli.report import Reports
-from lowprec_check.errors import UsageError
 from lowprec_check.features.programs.program_options import ProgramOptions, check_fits
-from lowprec_check.report.registry import ReportFormat, format_of
 from lowprec_check.schema.base import write_file
 from lowprec_check.schema.options import OUTPUT
 
@@ -61,30 +59,29 @@ def program(
     """Run a script to its end and scan every model that it calls. Then run it again with each model
     in the recommended precision, and compare what they return with fp32.
     """
+    from lowprec_check.features.programs.program_document import program_document
+    from lowprec_check.features.programs.program_reports import check_format, program_report
+
     check_fits(options)
     check_writable(json, "--json")
     for file in report or []:
         check_writable(file, "--report")
-        if type(format_of(file)).lay_out is ReportFormat.lay_out:
-            raise UsageError(f"{file}: a program has no report in this format.", "Give .html, .md or .txt.")
+        check_format(file)
     with stdout_kept(), progress(quiet) as display:
         from lowprec_check.engine.model.target_spec import TargetSpec
         from lowprec_check.features.programs.program_file import scan_program_file
 
         spec = TargetSpec(target, arguments=script_arguments(context))
         result, ended_by = last_before_end(scan_program_file(spec, options, isolation, display.step, compare or ()))
-    from lowprec_check.features.programs.program_document import program_document
-
-    document = program_document(result)
     try:
-        print_text(document)
+        print_text(program_document(result))
         sys.stdout.flush()
     finally:  # standard output may be full or closed, or Ctrl+C be pressed in a pager
         with interrupts_ignored_after(ended_by):
             if json is not None:
                 result.save(json)
             for file in report or []:
-                write_file(file, format_of(file).lay_out(document))
+                write_file(file, program_report(result, file))
     if ended_by is not None:
         raise ended_by
     raise typer.Exit(FINDINGS if result.fails else 0)

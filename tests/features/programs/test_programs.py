@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 import threading
 from pathlib import Path
@@ -11,6 +12,7 @@ import msgspec
 import pytest
 import torch
 from program_parts import PARTS
+from shared_result import shared_result
 from torch import Tensor, nn
 
 from lowprec_check import UsageError, watch
@@ -21,6 +23,7 @@ from lowprec_check.features.programs.casting import ProgramCaster
 from lowprec_check.features.programs.models_of_program import _progress_of
 from lowprec_check.features.programs.program_document import program_document
 from lowprec_check.features.programs.program_file import scan_program_file
+from lowprec_check.features.programs.program_reports import check_format, program_report
 from lowprec_check.features.programs.program_scan import CallError, ProgramRun, ProgramScan, ScannedModel
 from lowprec_check.report.layout.text import text
 from lowprec_check.report.registry import FORMATS
@@ -293,6 +296,25 @@ def test_a_page_draws_the_calls_of_each_run() -> None:
     assert "all half: call 700: not finite" in wide
     assert 'aria-label="Error of each call against fp32"' in page
     assert "call 700: has NaN or Inf" in text(program_document(result))
+
+
+def test_sarif_has_a_run_for_each_model() -> None:
+    models = [
+        ScannedModel(name=name, kind="Net", calls=1, kept=[1], key=f"Net#{number}", scan=shared_result())
+        for number, name in enumerate(["pipe.unet", "pipe.vae.decode"])
+    ]
+    models.append(ScannedModel(name="pipe.text", kind="Net", calls=1, kept=[1], problem="no"))
+    result = ProgramScan(tool="lowprec-check 0.2", target="infer.py", models=models)
+    file = Path("infer.sarif")
+    check_format(file)
+    log = json.loads(program_report(result, file))
+    alone = json.loads(FORMATS.get("sarif").render(shared_result()))
+    assert [run["automationDetails"]["id"] for run in log["runs"]] == ["pipe.unet/", "pipe.vae.decode/"]
+    assert [run["results"] for run in log["runs"]] == [alone["runs"][0]["results"]] * 2
+    nothing = json.loads(program_report(msgspec.structs.replace(result, models=[models[2]]), file))
+    assert nothing == {"version": "2.1.0", "runs": []}
+    with pytest.raises(UsageError, match="no report in this format"):
+        check_format(Path("infer.xml"))
 
 
 def test_progress_names_the_model_and_the_call() -> None:
