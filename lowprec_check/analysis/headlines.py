@@ -7,9 +7,9 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from lowprec_check.analysis.findings import FindingGroup
+from lowprec_check.analysis.findings import FindingGroup, group_of
 from lowprec_check.analysis.run_summary import shorten
-from lowprec_check.schema.findings import ReportedCase
+from lowprec_check.schema.findings import Diagnostic, ReportedCase
 from lowprec_check.schema.statements import Sentence, fill, joined, module_name, short_op, some, words
 
 MOST = 5
@@ -28,25 +28,37 @@ class Headline(NamedTuple):
     known: ReportedCase | None
 
 
-def headlines(found: Sequence[FindingGroup], *, passes: bool) -> list[Headline]:
-    """All but notes, the most important first; :data:`MOST` of them are shown. ``passes``: whether
-    a run does, so that what to do is known.
+def headlines(found: Sequence[FindingGroup], recommended: str | None) -> list[Headline]:
+    """All but notes, the most important first; :data:`MOST` of them are shown. That the
+    ``recommended`` run passes, which the verdict says, is left out of what to do.
     """
-    groups = [group for group in found if group.severity != "note"]
+    groups = [part for group in found if group.severity != "note" for part in _by_place(group)]
     explained = {run for group in groups if group.code != _RESTATES for run in group.runs}
     merged: dict[object, list[FindingGroup]] = {}
     for group in groups:
-        if group.code != _RESTATES or not (passes or explained.issuperset(group.runs)):
+        if group.code != _RESTATES or not (recommended or explained.issuperset(group.runs)):
             key = group.code, group.severity, tuple(group.runs), tuple(group.advice)
             merged.setdefault(key, []).append(group)
-    return [_headline(members) for members in merged.values()]
+    return [_headline(members, recommended) for members in merged.values()]
 
 
-def _headline(groups: Sequence[FindingGroup]) -> Headline:
+def _by_place(group: FindingGroup) -> list[FindingGroup]:
+    """The group; if what to do in a run differs from place to place, one for each place."""
+    runs = [run for text, of_text in group.advice.items() if text for run in of_text]
+    if len(runs) == len(set(runs)):
+        return [group]
+    places: dict[tuple[str | None, str | None], list[Diagnostic]] = {}
+    for message in group.messages:
+        for diagnostic in message.found:
+            places.setdefault((diagnostic.module, diagnostic.source), []).append(diagnostic)
+    return [group_of(members) for members in places.values()]
+
+
+def _headline(groups: Sequence[FindingGroup], recommended: str | None) -> Headline:
     first = groups[0]
     lead = f"{first.code} {first.name}{fill(' ({})', ', '.join(first.runs))}"
     known = next((group.known for group in groups if group.known is not None), None)
-    shorter = list(_texts(groups))
+    shorter = list(_texts(groups, recommended))
     text = next((text for text in shorter if len(textwrap.wrap(f"{lead}: {text}", _WIDTH)) <= 2), None)
     if text is None:
         text = _cut(shorter[-1], max(20, 2 * _WIDTH - len(lead) - 20))
@@ -73,10 +85,16 @@ def _whole_words(text: str, most: int) -> str:
     return shorten(text, most) if cut == "…" else cut
 
 
-def _texts(groups: Sequence[FindingGroup]) -> Iterator[str]:
+def _texts(groups: Sequence[FindingGroup], recommended: str | None) -> Iterator[str]:
     """Where, what and what to do, in fewer and fewer words."""
     where, what = _where(groups), _what(groups)
-    advice = groups[0].advice
+    if len(groups) == 1 and groups[0].op:  # it begins the place
+        what = what.removeprefix(f"{short_op(groups[0].op)} ")
+    advice: dict[str, list[str]] = {}
+    for text, runs in groups[0].advice.items():
+        name = re.escape(recommended or "")
+        restated = rf"(^|; |, or )(use {name}, which passes|{name} passes)(?=$|;)"
+        advice.setdefault(re.sub(restated, "", text).removeprefix("; "), []).extend(runs)
     # in full, then only the first option, then without how it went
     ends = (r"(?!)", r", or |; ", r", |: |; ")
     for end in ends:
@@ -121,8 +139,8 @@ def _where(groups: Sequence[FindingGroup]) -> str:
     places = [place for group in groups for place in group.places]
     modules = dict.fromkeys(place.module for place in places if place.module)
     module = some([module_name(name) for name in modules], 2)
-    named = " of ".join(filter(None, (ops, module)))
-    return f"{named}{fill(' ({})', _lines(place.source for place in places))}".strip()
+    named, lines = " of ".join(filter(None, (ops, module))), _lines(place.source for place in places)
+    return f"{named}{fill(' ({})', lines)}" if named else lines
 
 
 def _lines(sources: Iterable[str | None]) -> str:

@@ -91,7 +91,7 @@ LEAST_SAVING = 1 << 20  # bytes: nobody changes a program for less
 
 def memory_ratio(run: Run, runs: Sequence[Run]) -> float | None:
     """Peak memory over fp32's, of processes if fp32 has that, else of tensors; may be missing."""
-    peaks = _peaks(run, runs)
+    peaks = compared_peaks(run, runs)
     if peaks is None:
         return None
     return peaks[0] / peaks[1]
@@ -99,7 +99,7 @@ def memory_ratio(run: Run, runs: Sequence[Run]) -> float | None:
 
 def saved_memory(run: Run, runs: Sequence[Run]) -> tuple[int, int] | None:
     """The peaks of a run and of fp32, if that of the run is so far below that it matters."""
-    peaks = _peaks(run, runs)
+    peaks = compared_peaks(run, runs)
     if peaks is not None and peaks[0] <= SMALLER * peaks[1] and peaks[1] - peaks[0] >= LEAST_SAVING:
         return peaks
     return None
@@ -110,7 +110,7 @@ def saves_memory(run: Run, runs: Sequence[Run]) -> bool:
     return saved_memory(run, runs) is not None
 
 
-def _peaks(run: Run, runs: Sequence[Run]) -> tuple[int, int] | None:
+def compared_peaks(run: Run, runs: Sequence[Run]) -> tuple[int, int] | None:
     """Bytes of ``run`` and of fp32 that can be compared."""
     reference = reference_of(runs)
     if reference is None:

@@ -10,6 +10,8 @@ from lowprec_check.analysis.run_summary import (
     LEAST_MEMORY,
     PREDICTED,
     degenerate_output,
+    effective_status,
+    fails_elsewhere,
     is_too_small,
     label,
     memory_ratio,
@@ -19,12 +21,13 @@ from lowprec_check.analysis.run_summary import (
 from lowprec_check.analysis.speed import speed
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.analysis.statements.status import error_text
-from lowprec_check.report.blocks import Column, Detail, ErrorOf, Row, Table, shown_speed
+from lowprec_check.report.blocks import Column, Detail, ErrorOf, Row, StatusOf, Table, shown_speed
 from lowprec_check.report.feature_parts import RunColumn
+from lowprec_check.schema.module_paths import patterns
 from lowprec_check.schema.registry import objects_of_features
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.statements import Statement, bytes_figure, fill, milliseconds
+from lowprec_check.schema.statements import Statement, bytes_figure, counted, fill, milliseconds
 
 _COLUMNS = (
     Column(
@@ -40,8 +43,8 @@ _COLUMNS = (
 )
 """Those between the status and the reason, for :func:`_figures`."""
 _BRIEF = {"output error": "error"}
-_LONGEST = 60
-"""Letters of a reason in a brief table, which cuts it where a line ends."""
+_LONGEST, _LONGEST_NAMES = 60, 16
+"""Letters of a reason in a brief table, which cuts it where a line ends; and of modules in it."""
 
 
 def runs_table(
@@ -84,7 +87,7 @@ def runs_table(
             why = "; ".join(each.text_of(name) for each in about)
         if is_brief:  # the title says that all are predicted
             name = name.removesuffix(PREDICTED)
-        row = [name, shown_status(run, result), *(of_run.get(column.name) for column in shown), why]
+        row = [name, _status(run, result, is_brief), *(of_run.get(column.name) for column in shown), why]
         rows.append(Row(row, tag(run, result)))
     first = [Column("run" if named else "precision", "run"), Column("status", "status")]
     if is_brief:
@@ -92,9 +95,27 @@ def runs_table(
     return Table([*first, *shown, Column("why", "sentence")], rows, "runs", detail=detail)
 
 
+def _status(run: Run, result: ScanResult, is_brief: bool) -> str | StatusOf:
+    """The status; in a brief table, of a run that passes on the first inputs only, on how many."""
+    further = fails_elsewhere(run)
+    if is_brief and further is not None:
+        fails = f"fails on {further.failed} of {run.batch_count + further.tried}"
+        return StatusOf(effective_status(run, result.runs), fails)
+    return shown_status(run, result)
+
+
 def _briefly(run: Run, about: Sequence[Statement], result: ScanResult) -> str:
-    """Why the run fails, in a line; of one that passes, that it is near its limit, or why slow."""
-    texts = [each.text_of(label(run)) for each in about if each.about != "margin"]
+    """Why the run fails, in a line; of one that passes, what it keeps in fp32, that it is near its
+    limit, or why slow.
+    """
+    texts = []
+    if run.kept:
+        names = ", ".join(patterns(run.kept, run.called_modules))
+        if len(names) > _LONGEST_NAMES:
+            names = counted(len(run.kept), "module")
+        texts.append(f"{names} in fp32")
+    if fails_elsewhere(run) is None:
+        texts += [each.text_of(label(run)) for each in about if each.about != "margin"]
     if any(each.about == "margin" and each.tone == "warn" for each in about):
         texts.append("near its limit")
     if not texts and run.format is not None and speed(run, result.runs).told == "slower":
@@ -110,7 +131,7 @@ def _figures(run: Run, result: ScanResult, is_brief: bool) -> dict[str, Any]:
     figures: dict[str, Any] = {"memory": memory_ratio(run, result.runs)}
     if is_brief and result.is_forward and not run.is_reference and run.distance is not None and run.tolerance:
         figures["of tolerance"] = part_of_tolerance(run)
-    if run.setup_seconds is not None:
+    if run.setup_seconds is not None and not is_brief:
         figures["setup"] = f"{run.setup_seconds:.1f} s"
     if not run.is_reference and found.told != "unknown":
         figures["speed"] = shown_speed(found)

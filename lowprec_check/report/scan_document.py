@@ -57,7 +57,8 @@ def scan_document(result: ScanResult) -> Document:
     for each in said:
         of_kind.setdefault(each.kind, []).append(each)
     findings = groups(result.diagnostics)
-    brief = headlines(findings, passes=result.recommendation is not None)
+    best = result.recommendation
+    brief = headlines(findings, best.label if best is not None else None)
     reasons = of_kind.get("not-chosen", [])
     explained = {run for reason in reasons[:_SHOWN_REASONS] for run in reason.runs}
     conditions = [each for each in said if each.about in ("inputs", "weights", "times") and not each.runs]
@@ -286,9 +287,10 @@ def _verdict(of_kind: Mapping[str, Sequence[Statement]]) -> Iterator[Block]:
     if reason:
         text = f"{reason}. {rests_on}".strip()
     elif rests_on and "; " not in verdict.text:
-        # what it rests on begins with that it is predicted to pass
-        lead = verdict.text.removesuffix(" passes (predicted)")
-        text = rests_on[:1].lower() + rests_on[1:]
+        lead, text = verdict.text, rests_on
+        name = lead.removesuffix(" passes (predicted)")
+        if name != lead:  # what it rests on begins with that it is predicted to pass
+            lead, text = "", f"{name} is {rests_on[:1].lower()}{rests_on[1:]}"
     else:
         lead, text = "", f"{verdict.text}. {rests_on}".strip()
     yield Say(text, verdict.tone, "verdict", lead, detail="brief")
@@ -349,7 +351,8 @@ def code_blocks(result: ScanResult) -> list[Block]:
         blocks.append(Say(f"This code was not executed: {trial.reason}.", "warn", "note"))
     else:
         did = "fails" if trial.status == "failed" else "does otherwise"
-        blocks.append(Say(f"This code {did} in a fresh interpreter: {trial.reason}.", "warn", "note"))
+        reason = trial.reason.rstrip(".")
+        blocks.append(Say(f"This code {did} in a fresh interpreter: {reason}.", "warn", "note"))
     return blocks
 
 

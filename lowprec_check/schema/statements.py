@@ -58,10 +58,15 @@ def fill(template: str, value: object) -> str:
     return ""
 
 
+_AS_LARGE, _HUGE = 0.995, 1e4  # relative errors that read better as a share, and whose digits say nothing
+
+
 def error_figure(error: float | None) -> str:
-    """``1.3e-03``; ``infinite`` for ``None``."""
+    """``1.3e-03``; ``120 %`` of one that is as large as the values; ``infinite`` for ``None``."""
     if error is None or math.isinf(error):
         return "infinite"
+    if error >= _AS_LARGE:
+        return f"{error * 100:,.0f} %" if error < _HUGE else f"> {_HUGE * 100:,.0f} %"
     if error:
         return f"{error:.1e}"
     return "0"

@@ -159,8 +159,7 @@ def test_what_did_not_help_is_not_advised() -> None:
     assert (run.status, run.ablation.status, run.ablation.keep_fp32) == ("nonfinite", "nonfinite", ["large"])
     found = [each for each in result.diagnostics if each.code.startswith("LP20") and each.module == "large"]
     assert any("with large in fp32 the output still has NaN or Inf" in each.message for each in found)
-    assert [each.help for each in found if "try this module in fp32" in each.help] == []
-    assert any("fp32 for this module alone does not help" in each.help for each in found)
+    assert [each.help for each in found if each.help] == []
 
 
 def test_a_run_that_passes_or_lacks_a_kernel_has_no_ablation() -> None:

@@ -283,7 +283,7 @@ def test_an_output_of_zeros_does_not_hide_one_that_is_wrong() -> None:
     result = scan(WrongBesideZero(8, 8), x, precisions="bfloat16", plan=False, times="off", further_inputs=0)
     run = result.run("bfloat16")
     assert (run.status, run.compared_output) == ("inaccurate", "0")
-    assert why(run).text.startswith("error 1.0e+00 of output 0 over the tolerance")
+    assert why(run).text.startswith("error 100 % of output 0, over the tolerance")
 
 
 # -- autocast
@@ -332,7 +332,7 @@ def test_autocast_is_no_advice_where_it_fails_the_same_way() -> None:
 @pytest.mark.parametrize(
     ("autocast", "advice"),
     [
-        ([], ", or try autocast"),
+        ([], ""),
         ([a_run("autocast-fp16")], "; it runs under autocast"),
         ([a_run("autocast-fp16", "error", gaps=[a_gap()])], ""),
         ([a_run("autocast-fp16", "error", gaps=[a_gap("aten.inv.default")])], "; it runs under autocast"),
@@ -347,7 +347,7 @@ def test_autocast_is_no_advice_where_it_fails_the_same_way() -> None:
             [a_run("autocast-fp16", "timeout", complete=False, op_calls=to_columns([OpCall("aten.dot.default")]))],
             "; it runs under autocast",
         ),
-        ([a_run("autocast-fp16", "skipped")], ", or try autocast"),
+        ([a_run("autocast-fp16", "skipped")], ""),
     ],
 )
 def test_autocast_is_advised_if_the_op_runs_under_it(autocast: list[Run], advice: str) -> None:
@@ -374,8 +374,8 @@ KEEP = "try the modules with this op in fp32: lowprec-check plan t"
 @pytest.mark.parametrize(
     ("runs", "bf16", "fp16", "advice"),
     [
-        ([], True, False, "try bf16, which this device accelerates"),
-        ([a_run("bfloat16")], True, False, "try bf16, which this device accelerates"),
+        ([], True, False, KEEP),
+        ([a_run("bfloat16")], True, False, "bfloat16 passes, and this device accelerates it"),
         ([a_run("bfloat16", "error")], True, False, KEEP),
         ([slow("bfloat16")], True, False, KEEP),
         ([], True, True, f"the device accelerates fp16, but not this op; {KEEP}"),
@@ -453,20 +453,17 @@ def test_the_inputs_of_a_run_are_its_batches_and_further_ones() -> None:
 @pytest.mark.parametrize(
     ("runs", "advice"),
     [
-        ([], "try this op and those that compute its inputs in fp32, or try bf16, which has a larger range"),
-        (
-            [a_run("bfloat16", "error"), a_run("autocast-bf16")],
-            "try this op and those that compute its inputs in fp32; autocast-bf16 passes",
-        ),
-        ([a_run("bfloat16", "error")], "try this op and those that compute its inputs in fp32"),
+        ([], None),
+        ([a_run("bfloat16", "error"), a_run("autocast-bf16")], "autocast-bf16 passes"),
+        ([a_run("bfloat16", "error")], None),
     ],
 )
-def test_more_range_is_advised_only_where_it_passes(runs: list[Run], advice: str) -> None:
+def test_more_range_is_advised_only_where_it_passes(runs: list[Run], advice: str | None) -> None:
     overflows = to_columns([OpCall("aten.mm.default", introduced_inf=1, compared_values=8)])
     result = a_result(a_run("half", "nonfinite", op_calls=overflows), *runs)
     assert helps(result, "LP201") == [advice]
     narrow = a_result(a_run("bfloat16", "nonfinite", op_calls=overflows))
-    assert helps(narrow, "LP201", "bfloat16") == ["try this op and those that compute its inputs in fp32"]
+    assert helps(narrow, "LP201", "bfloat16") == [None]
 
 
 @pytest.mark.parametrize(
@@ -514,10 +511,10 @@ def test_a_wrong_output_is_answered_with_the_recommendation() -> None:
         (
             0.1,
             False,
-            "autocast-fp16 passes (speed unclear). Its calls are too short, this device does not accelerate fp16.",
+            "autocast-fp16 passes (speed unclear). Its calls are too short to tell its speed, this device does not accelerate fp16.",
         ),
-        (0.1, True, "autocast-fp16 passes (speed unclear). Its calls are too short."),
-        (0.1, None, "autocast-fp16 passes (speed unclear). Its calls are too short."),
+        (0.1, True, "autocast-fp16 passes (speed unclear). Its calls are too short to tell its speed."),
+        (0.1, None, "autocast-fp16 passes (speed unclear). Its calls are too short to tell its speed."),
         (
             20.0,
             False,
@@ -745,7 +742,7 @@ def test_an_op_that_fails_on_rounded_values_needs_its_inputs_in_fp32() -> None:
             torch.linalg.cholesky(model.matrix.to(dtype).float())
     result = scan(model, torch.randn(16, 4), precisions=["half"], plan=False, times="off")
     [advice] = helps(result, "LP101")
-    assert (advice or "").startswith("compute it and its inputs in fp32, or try autocast")
+    assert (advice or "").startswith("compute it and its inputs in fp32; no torch")
     assert helps(result, "LP305") == [
         "compute this op and its inputs in fp32"
     ]  # a dtype that a release adds does not help

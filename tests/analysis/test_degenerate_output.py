@@ -78,7 +78,7 @@ def test_the_tensor_with_the_error_counts() -> None:
     assert (degenerate_output(half, result.runs) or "").startswith("output more.0 is tiny (rms ")
     assert half.compared_output == "more.0"
     assert "flushes" in (degenerate_output(half, result.runs) or "")
-    assert f"of output {bf16.compared_output} over the tolerance" in why(bf16).text
+    assert f"of output {bf16.compared_output}, over the tolerance" in why(bf16).text
     messages = [finding.message for finding in result.diagnostics if finding.code == "LP301"]
     assert any(f"of output {bf16.compared_output} exceeds the tolerance" in message for message in messages)
 

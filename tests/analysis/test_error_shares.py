@@ -346,7 +346,7 @@ def test_an_error_of_one_module_is_not_spread() -> None:
 def test_the_reason_names_the_modules_that_cause_most() -> None:
     shown = budgeted_result().run("bfloat16")
     assert explain_status(shown) == (
-        "error 3.1e-01 over the tolerance 5e-02; about 46 % from head.out, about 12 % from encoder.blocks.0.norm"
+        "error 3.1e-01, over the tolerance 5e-02; about 46 % from head.out, about 12 % from encoder.blocks.0.norm"
     )
     assert "about 46 % from head.out" in render(budgeted_result(), "junit")
     assert "%" not in explain_status(msgspec.structs.replace(shown, budget=None))
@@ -357,7 +357,7 @@ def test_no_cause_is_named_if_the_first_order_fails(unexplained: float, ratio: s
     rows = [OpCall("aten.mm.default", "a", "net.py:1", share=1 - unexplained, accumulated_error=0.5)]
     shown = a_run(*rows, budget=a_budget(unexplained, predicted=0.5 * (1 - unexplained)))
     assert trusted_budget(shown) is None
-    assert explain_status(shown) == "error 5.0e-01 over the tolerance 1e-02"
+    assert explain_status(shown) == "error 5.0e-01, over the tolerance 1e-02"
     [line] = budget_lines(a_result(shown))
     errors = "the errors of single ops, followed to the output"
     assert line == f"half: not known: {errors}, give {ratio} that of the run"
@@ -489,7 +489,7 @@ def test_an_error_of_many_small_parts_is_spread() -> None:
     assert budget_lines(a_result(one)) == [
         "half: shares of the error, estimated: spread over 50 modules, the largest is 2 % h0"
     ]
-    assert explain_status(one) == "error 5.0e-01 over the tolerance 1e-02"
+    assert explain_status(one) == "error 5.0e-01, over the tolerance 1e-02"
 
 
 def test_bf16_holds_tiny_outputs() -> None:

@@ -70,7 +70,7 @@ def test_a_failing_model_takes_40_lines_in_the_order_of_decisions(result: ScanRe
     lines = screen_of(result).splitlines()
     assert len(lines) <= most
     table = next(number for number, line in enumerate(lines) if re.match(r"(precision|run) +status", line))
-    beginning = r"Use |Stay in |fp32 is |\S+ passes |\S+: predicted to pass "
+    beginning = r"Use |Stay in |fp32 is |\S+ passes |\S+ is predicted to pass "
     verdict = next(number for number, line in enumerate(lines) if re.match(beginning, line))
     assert verdict < table <= 14
     rows = lines[table + 1 : table + 1 + len(result.runs)]
@@ -124,7 +124,7 @@ def test_one_fact_about_several_ops_and_precisions_is_one_finding() -> None:
         "\"geqrf_cpu\" not implemented for 'Half/BFloat16'",
         "\"qr_cpu\" not implemented for 'Half/BFloat16'",
     ]
-    [line] = [each for each in headlines(found, passes=False) if each.code == "LP101"]
+    [line] = [each for each in headlines(found, None) if each.code == "LP101"]
     assert line.lead == "LP101 missing-kernel (half, bfloat16)"
     assert line.text.startswith("geqrf, qr (net.py:3, 5) → ")
 
@@ -142,7 +142,7 @@ def test_an_option_of_several_runs_is_said_once() -> None:
         )
         for precision, otherwise in (("half", "try bfloat16 " * 9), ("bfloat16", "try half " * 9))
     )
-    [line] = headlines(found, passes=False)
+    [line] = headlines(found, None)
     assert line.text == "qr: no kernel → compute it in fp32 and cast back"
 
 
@@ -157,7 +157,7 @@ def test_a_long_finding_is_cut_behind_a_word_or_an_option(advice: str) -> None:
         module=".".join(["a_module"] * 12),
         help=advice,
     )
-    [line] = headlines(groups([finding]), passes=False)
+    [line] = headlines(groups([finding]), None)
     said, _, to_do = line.text.partition(" → ")
     assert len(line.lead + line.text) <= 200
     assert set(said.removesuffix(" …").split()) <= {f"{finding.module}:", finding.module, *finding.message.split()}
@@ -177,29 +177,55 @@ def test_sentences_that_differ_in_more_than_dtypes_are_not_joined() -> None:
     assert joined("Halfway", "BFloat16way") == ["Halfway", "BFloat16way"]
 
 
-def diagnostic(code: str, precision: str, op: str | None = None, severity: Any = "error", help: str = "") -> Diagnostic:
+def diagnostic(
+    code: str, precision: str, op: str | None = None, severity: Any = "error", help: str = "", source: str | None = None
+) -> Diagnostic:
     return Diagnostic(
-        code=code, name="name", severity=severity, precision=precision, op=op, message="is wrong", help=help or None
+        code=code,
+        name="name",
+        severity=severity,
+        precision=precision,
+        op=op,
+        source=source,
+        message="is wrong",
+        help=help or None,
     )
 
 
-def codes(found: Sequence[Diagnostic], *, passes: bool) -> list[str]:
-    return [each.code for each in headlines(groups(found), passes=passes)]
+def codes(found: Sequence[Diagnostic], recommended: str | None) -> list[str]:
+    return [each.code for each in headlines(groups(found), recommended)]
 
 
 def test_what_a_row_says_is_no_finding_beside_its_cause() -> None:
     both = [diagnostic("LP201", "half", "aten.mm.default"), diagnostic("LP301", "half")]
-    assert codes(both, passes=False) == ["LP201"]
-    assert codes(both[1:], passes=False) == ["LP301"], "it has the only advice"
-    assert codes(both[1:], passes=True) == [], "the verdict has the advice"
-    assert codes([*both, diagnostic("LP301", "bfloat16")], passes=False) == ["LP201", "LP301"]
-    assert codes([diagnostic("LP401", "half", severity="note")], passes=False) == []
+    assert codes(both, None) == ["LP201"]
+    assert codes(both[1:], None) == ["LP301"], "it has the only advice"
+    assert codes(both[1:], "bfloat16") == [], "the verdict has the advice"
+    assert codes([*both, diagnostic("LP301", "bfloat16")], None) == ["LP201", "LP301"]
+    assert codes([diagnostic("LP401", "half", severity="note")], None) == []
+
+
+def test_what_the_verdict_says_is_no_advice_beside_it() -> None:
+    def advice(help: str) -> str:
+        [line] = headlines(groups([diagnostic("LP201", "half", "aten.mm.default", help=help)]), "bfloat16")
+        return line.text.removeprefix("mm: is wrong")
+
+    assert advice("bfloat16 passes") == advice("use bfloat16, which passes") == ""
+    assert advice("keep a in fp32; bfloat16 passes") == " → keep a in fp32"
+    assert advice("keep a in fp32, or use bfloat16, which passes") == " → keep a in fp32"
+    assert advice("bfloat16 passes; keep a in fp32") == " → keep a in fp32"
+    assert advice("autocast-bfloat16 passes") == " → autocast-bfloat16 passes"
+
+
+def test_a_finding_without_a_module_begins_with_its_line() -> None:
+    [line] = headlines(groups([diagnostic("LP905", "half", source="odd.py:13")]), None)
+    assert line.text == "odd.py:13: is wrong"
 
 
 def test_other_advice_is_another_finding_and_long_ones_are_two_lines() -> None:
     found = [diagnostic("LP201", "half", f"aten.op{n}.default", help=f"do {n}, or " + "x" * 300) for n in range(9)]
     result = msgspec.structs.replace(HEALTHY, diagnostics=found)
-    assert len(headlines(groups(found), passes=True)) == 9
+    assert len(headlines(groups(found), "half")) == 9
     lines = screen_of(result).splitlines()
     start = lines.index("Findings") + 1
     assert lines[start : start + MOST] == [f"  LP201 name (half): op{n}: is wrong → do {n}" for n in range(MOST)]

@@ -21,14 +21,15 @@ from lowprec_check.analysis.rules.relevance import (
     find_a_patch,
     instead,
     keep_in_fp32,
+    keep_inputs,
     knowledge_of,
-    or_passing,
     place_finding,
     recommended_instead,
     repairing_constants,
     search_advice,
     that_passes,
     weighed_places,
+    wider_range,
 )
 from lowprec_check.analysis.run_summary import (
     blames_backend,
@@ -185,7 +186,7 @@ def op_outlier(result: ScanResult) -> Iterator[Finding]:
     5e-4 in fp16, 4e-3 in bf16.
 
     Values below the smallest normal number (6e-5 in fp16) have fewer digits, so that rounding costs
-    more: then the message gives the largest of them, and the advice is to scale the values.
+    more: then the message gives the largest of them.
 
     It is a warning if the run fails and the share of this op in the output error is at least 3 %,
     else a note. Values out of range hide the errors after them. So a run that fails by them is
@@ -206,22 +207,18 @@ def op_outlier(result: ScanResult) -> Iterator[Finding]:
     def is_outlier(run: Run, row: OpCall) -> bool:
         return run.format is not None and (row.local_error or 0.0) > OUTLIER_ROUNDOFFS * run.format.roundoff
 
-    def describe(run: Run, row: OpCall) -> tuple[Sentence, Sentence]:
+    def describe(run: Run, row: OpCall) -> tuple[Sentence, Sentence | None]:
         adds, most = "this op adds a relative error of {error:error}", row.absmax
         # Values so small that rounding, to the next subnormal number, may be all of the error.
         if run.format is not None and most is not None and most < run.format.smallest_normal:
-            scale = say("scale the values")
             if most == 0:
-                return say(f"{adds}: all its values are zero", error=row.local_error), scale
+                return say(f"{adds}: all its values are zero", error=row.local_error), None
             if (row.local_error or 0.0) <= run.format.smallest_subnormal / most:
                 few = f"{adds}; its values are at most {{most:figure}}, where {{dtype:text}} has few digits"
-                return say(few, error=row.local_error, most=most, dtype=run.format.short), scale
+                return say(few, error=row.local_error, most=most, dtype=run.format.short), None
         roundoff = run.format.roundoff if run.format else None
         message = say(f"{adds}, rounding alone at most {{roundoff:limit}}", error=row.local_error, roundoff=roundoff)
-        advice = say("try this op in fp32")
-        if run.status != "ok":
-            advice = or_passing(advice, run, result)
-        return message, advice
+        return message, None if run.status == "ok" else wider_range(run, result, row.module)
 
     yield from weighed_places(result, is_outlier, lambda row: row.local_error or 0.0, describe)
     yield from _uncovered(result, "error", is_outlier)
@@ -250,14 +247,6 @@ def _uncovered(
             if run.ablation is not None and run.ablation.status == "ok":
                 advice = keep_in_fp32(run, result, fault.module)
             yield Finding(message, run, fault.module, fault.op, fault.source, help=advice, matters=True)
-
-
-# What to do about an op that magnifies errors, by its part of a training step.
-_INPUTS = {
-    "forward": "try the inputs of this op in fp32",
-    "backward": "try the inputs of the op of the forward pass in fp32",
-    "optimizer": "try the modules in fp32 whose gradients it reads",
-}
 
 
 @rule("LP303", "error-amplifier", "warning")
@@ -305,7 +294,10 @@ def error_amplifier(result: ScanResult) -> Iterator[Finding]:
             else:  # rounding that is not counted as an error of its inputs, as of weights
                 grows = "this op magnifies the rounding of what it reads to a relative error of {after:error}"
                 message = say(grows, after=after)
-            finding = place_finding(result, run, row, count, message)._replace(help=_INPUTS[row.phase or "forward"])
+            advice = None
+            if row.is_forward:
+                advice = keep_inputs(run) or keep_in_fp32(run, result, row.module)
+            finding = place_finding(result, run, row, count, message)._replace(help=advice)
             # It adds little itself: what counts is the share of all that it may have magnified.
             share = relevance.shares_up_to.get(row.place)
             if relevance.known != "explained":
@@ -386,7 +378,8 @@ def _flips(run: Run, result: ScanResult) -> Iterator[Finding]:
     places = by_place(run, chooses, lambda row: row.flips)
     for row, count in places:
         message = _choice(row, wide_dtype(result))
-        finding = weighed(place_finding(result, run, row, count, message, "compute its inputs in fp32"))
+        advice = keep_inputs(run) or keep_in_fp32(run, result, row.module)
+        finding = weighed(place_finding(result, run, row, count, message, advice))
         if run.status == "ok":
             finding = finding.adding(integers or that_passes(run))._replace(help=None)
         yield finding
@@ -405,7 +398,7 @@ def _flips(run: Run, result: ScanResult) -> Iterator[Finding]:
     # The choices decide, but none was seen: they are made in Python.
     if causes and not places and not flips:
         message = say("no op picks differently; values read by .tolist() or .numpy(), or Python code, may differ")
-        yield weighed(Finding(message, run=run, help="compute them in fp32"))
+        yield weighed(Finding(message, run=run))
 
 
 def _choice(row: OpCall, wide: str) -> Sentence:

@@ -79,8 +79,6 @@ def or_autocast(gap: Gap, run: Run, result: ScanResult) -> str:
     if run.is_autocast:
         return ""
     tried = [other for other in tried_runs(result) if other.is_autocast]
-    if not tried:
-        return ", or try autocast"
     # Those that run the op without help, and fail for no other reason.
     reaching = []
     for other in tried:

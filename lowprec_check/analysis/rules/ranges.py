@@ -10,7 +10,6 @@ from lowprec_check.analysis.rules.registry import Finding, low_runs, rule, runs_
 from lowprec_check.analysis.rules.relevance import (
     gives_inf,
     in_range,
-    keep_in_fp32,
     or_passing,
     passing_elsewhere,
     place_finding,
@@ -71,7 +70,7 @@ def overflow(result: ScanResult) -> Iterator[Finding]:
     def overflows(_: Run, row: OpCall) -> bool:
         return gives_inf(row) and short_op(row.op) not in POLES and row.phase != "backward"  # those are LP502
 
-    def describe(run: Run, row: OpCall) -> tuple[Sentence, Sentence | str]:
+    def describe(run: Run, row: OpCall) -> tuple[Sentence, Sentence | str | None]:
         finite = f"where {wide_dtype(result)} is finite"
         what = f"{{values:of value}} overflowed to Inf {finite}"
         if short_op(row.op) in ("div", "reciprocal"):
@@ -99,14 +98,13 @@ def _uncovered(result: ScanResult, becomes: str) -> Iterator[Finding]:
                 yield Finding(message, run, fault.module, fault.op, fault.source, help=advice, matters=True)
 
 
-def _advice(run: Run, result: ScanResult, row: OpCall) -> Sentence | str:
+def _advice(run: Run, result: ScanResult, row: OpCall) -> Sentence | str | None:
     if run.status == "ok" and not fails_elsewhere(run):
-        return "on other inputs Inf may become NaN: stay within torch.finfo(x.dtype), or try the module in fp32"
+        return "on other inputs Inf may become NaN: stay within torch.finfo(x.dtype)"
     if row.op.startswith(CAST_INPUT):
         return or_passing(in_range(run), run, result)
     if row.op.startswith("cast ") and not row.module:
-        fitting = say("try values of {weight:text} that the dtype holds", weight=row.op.removeprefix("cast "))
-        return or_passing(fitting, run, result)
+        return passing_elsewhere(run, result)
     return wider_range(run, result, row.module)
 
 
@@ -144,13 +142,12 @@ def underflow(result: ScanResult) -> Iterator[Finding]:
             return False
         return row.flushes and (row.flushed >= FLUSHED_SHARE or row.exact_place in harmful[run.key])
 
-    def describe(run: Run, row: OpCall) -> tuple[Sentence, Sentence]:
+    def describe(run: Run, row: OpCall) -> tuple[Sentence, Sentence | None]:
         became = f"{{share:percent}} of the values that are non-zero in {wide_dtype(result)} became zero"
         message = say(became, share=row.flushed)
         if row.op.startswith(CAST_INPUT):
             return message, or_passing(in_range(run), run, result)
-        scale = say("try to scale the values up before this op")
-        return message, chained(scale, keep_in_fp32(run, result, row.module), between=", or ")
+        return message, wider_range(run, result, row.module)
 
     yield from weighed_places(result, underflows, lambda row: row.flushed or 0.0, describe, by_trial="zero")
 
@@ -181,7 +178,7 @@ def introduced_nan(result: ScanResult) -> Iterator[Finding]:
     def turns_nan(_: Run, row: OpCall) -> bool:
         return row.introduced_nan > 0 and row.phase != "backward"  # those are LP502
 
-    def describe(run: Run, row: OpCall) -> tuple[Sentence, Sentence | str]:
+    def describe(run: Run, row: OpCall) -> tuple[Sentence, Sentence | str | None]:
         values = [row.introduced_nan, row.compared_values]
         message = say("{values:of value} became NaN though the inputs are finite", values=values)
         return message, _advice(run, result, row)
@@ -360,12 +357,12 @@ def _largest_of(row: OpCall, number: float, written: FloatFormat | None) -> str:
         return f"cast t.clamp({bound}) instead of this tensor t"
     if written is not None and is_smallest:
         held = "torch.finfo(t.dtype).tiny"
-        where = f", where t is the {written.short} tensor that this op computes with"
+        where = f", where t is the {written.short} tensor here"
         if row.op.startswith("torch."):
             held, where = "torch.finfo(dtype).tiny", ", where dtype is that of the tensor"
     if constant < 0:
-        return f"write min({constant:g}, -{held}) for it{where}"
-    return f"write max({constant:g}, {held}) for it{where}"
+        return f"write min({constant:g}, -{held}){where}"
+    return f"write max({constant:g}, {held}){where}"
 
 
 def narrowest(dtypes: str) -> FloatFormat | None:
@@ -402,19 +399,20 @@ def division_by_zero(result: ScanResult) -> Iterator[Finding]:
     def divides(_: Run, row: OpCall) -> bool:
         return gives_inf(row) and short_op(row.op) in POLES and row.phase != "backward"
 
-    def describe(run: Run, row: OpCall) -> tuple[Sentence, Sentence]:
+    def describe(run: Run, row: OpCall) -> tuple[Sentence, Sentence | None]:
         infinite = f"is infinite in {{values:of value}}, which are finite in {wide_dtype(result)}"
         pole, values = POLES[short_op(row.op)], [row.introduced_inf, row.compared_values]
         message = say(f"{{op:op}} of {{pole:text}} {infinite}", op=row.op, pole=pole, values=values)
-        trial = run.clamp_trial
-        clamp: Sentence | None = say("try to clamp its input with a number that the dtype holds")
-        if trial is not None and POLES[short_op(row.op)] == "0":
-            message, clamp = chained(message, _with_clamped(run, trial)), None
-            if trial.status == "ok":
-                clamp = say("clamp its input x: x.clamp(min=torch.finfo(x.dtype).tiny)")
-                return message, or_passing(clamp, run, result)
-            if trial.rel_l2 is not None and run.status == "nonfinite":
-                clamp = say("clamp its input x for a finite output: x.clamp(min=torch.finfo(x.dtype).tiny)")
-        return message, chained(clamp, wider_range(run, result, row.module), between=", or ")
+        trial, wider = run.clamp_trial, wider_range(run, result, row.module)
+        if trial is None or POLES[short_op(row.op)] != "0":
+            return message, wider
+        message = chained(message, _with_clamped(run, trial))
+        if trial.status == "ok":
+            clamp = say("clamp its input x: x.clamp(min=torch.finfo(x.dtype).tiny)")
+            return message, or_passing(clamp, run, result)
+        if trial.rel_l2 is not None and run.status == "nonfinite":
+            clamp = say("clamp its input x for a finite output: x.clamp(min=torch.finfo(x.dtype).tiny)")
+            return message, chained(clamp, wider, between=", or ")
+        return message, wider
 
     yield from weighed_places(result, divides, lambda row: row.introduced_inf, describe, by_trial="Inf")

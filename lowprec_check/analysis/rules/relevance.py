@@ -26,7 +26,7 @@ from lowprec_check.analysis.error_shares import (
 from lowprec_check.analysis.next_steps import command
 from lowprec_check.analysis.recommend import action, best_of, recommended_run
 from lowprec_check.analysis.rules.registry import Finding, line_of, runs_with_ops
-from lowprec_check.analysis.run_summary import candidates, fails_elsewhere, passes_all
+from lowprec_check.analysis.run_summary import candidates, fails_elsewhere, is_plan_of, passes_all
 from lowprec_check.analysis.suspects import suspects
 from lowprec_check.analysis.training_status import way_text
 from lowprec_check.schema.findings import Recommendation
@@ -64,7 +64,7 @@ def weighed_places(
     result: ScanResult,
     keep: Callable[[Run, OpCall], bool],
     worst: Callable[[OpCall], float],
-    describe: Callable[[Run, OpCall], tuple[Sentence, Sentence | str]],
+    describe: Callable[[Run, OpCall], tuple[Sentence, Sentence | str | None]],
     *,
     by_trial: Literal["Inf", "zero"] | None = None,
 ) -> Iterator[Finding]:
@@ -198,7 +198,7 @@ class Relevance:
         if disproved is not None:
             advice = "look for the cause in what this module reads, and in what reads its result"
         elif share - leaving < MATTERS:
-            advice = "fp32 for this module alone does not help, since its result is rounded after it: scale the values"
+            advice = "fp32 for this module alone does not help, since its result is rounded after it"
         finding = finding._replace(share=share, matters=True, help=advice)
         return finding.adding(share_sentence(share - leaving, leaving), disproved)
 
@@ -316,37 +316,28 @@ def _disproof(run: Run, module: str) -> Sentence | None:
     return say(still, modules=[module], error=(budget.measured or 0.0) * math.sqrt(1.0 - measured))
 
 
-# -- What to do: what ran and passed in the same scan, else something to try
+# -- What to do: what ran and passed in the same scan; what was not tried is no advice
 
 
-def wider_range(run: Run, result: ScanResult, module: str) -> Sentence:
-    """Advice for a value out of range; more range only if that passes or was not tried."""
-    wider, untried = _wider(run), None
-    if wider and not any(_runs_in(dtype, result) for dtype in wider):
-        untried = say("try {dtype:text}, which has a larger range", dtype=wider[0].short)
-    keep = keep_in_fp32(run, result, module) or say("scale the values: fp32 for this module alone does not help")
-    return or_passing(chained(keep, untried, between=", or "), run, result)
+def wider_range(run: Run, result: ScanResult, module: str) -> Sentence | None:
+    """Advice for a value out of range: fp32 for a part, or a format with more range."""
+    return or_passing(keep_in_fp32(run, result, module), run, result)
 
 
 def keep_in_fp32(run: Run, result: ScanResult, module: str) -> Sentence | None:
-    """The modules that a plan or an ablation keeps, else the op's, unless that did not help."""
-    # What passed with the module in fp32 is worth more than a try.
-    plan, ablation = result.plan, run.ablation
-    made = (run.precision, run.backend, run.memory_format)
-    if plan is not None and plan.keep_fp32 and (plan.base, plan.backend, plan.memory_format) == made:
-        return say("keep {modules:modules} in fp32, as the plan does", modules=patterns(plan.kept, plan.modules))
+    """What a plan or an ablation keeps in fp32, if that was tried and helps at ``module``."""
+    ablation = run.ablation
+    for plan in result.runs:
+        if is_plan_of(plan, run) and plan.kept and passes_all(plan, result.runs):
+            kept = patterns(plan.kept, plan.called_modules)
+            return say("keep {modules:modules} in fp32, as the plan does", modules=kept)
     if ablation is not None and is_confirmed(run) and any(is_inside(module, path) for path in ablation.keep_fp32):
         which = "with which the error is"
         if ablation.status != "ok":
             which = "which alone leaves an error of"
         keep = f"keep {{modules:modules}} in fp32, {which} {{error:error}} ({run.evidence})"
         return say(keep, modules=patterns(ablation.keep_fp32, run.called_modules), error=ablation.rel_l2)
-    if _disproof(run, module):
-        return None
-    if module:
-        return say("try this module in fp32")
-    outside = ", without autocast" if run.is_autocast else ""
-    return say("try this op and those that compute its inputs in fp32{outside:text}", outside=outside)
+    return None
 
 
 def keep_inputs(run: Run) -> Sentence | None:
@@ -381,25 +372,25 @@ def passing_elsewhere(run: Run, result: ScanResult) -> Sentence | None:
     return say("use {run:text}, which passes" if is_to_use else "{run:text} passes", run=best.key.label)
 
 
-def or_passing(advice: Sentence, run: Run, result: ScanResult) -> Sentence:
+def or_passing(advice: Sentence | None, run: Run, result: ScanResult) -> Sentence | None:
     """``advice``, and what passes in a format with more range."""
     passing = passing_elsewhere(run, result)
-    if passing is None:
-        return advice
+    if passing is None or advice is None:
+        return passing or advice
     return chained(advice, passing, between=", or " if passing.template.startswith("use") else "; ")
 
 
 def faster(run: Run, result: ScanResult, slow_in: Collection[FloatFormat]) -> str:
     """Advice for an op that is slow in ``run`` and in the formats ``slow_in``."""
     keep = f"try the modules with this op in fp32: {command(result, 'plan')}"
-    # A dtype that the device accelerates, in which this op is not known to be slow or to fail.
+    # A run that passes, in a dtype that the device accelerates and in which this op is not slow.
     accelerated = {dtype: result.environment.get(f"{dtype.short}_accelerated") for dtype in LOW_FORMATS}
     if run.format is not None and accelerated.get(run.format):
         return f"the device accelerates {run.format.short}, but not this op; {keep}"
     for dtype, is_accelerated in accelerated.items():
-        tried = _runs_in(dtype, result)
-        if is_accelerated and dtype not in slow_in and (not tried or any(other.status == "ok" for other in tried)):
-            return f"try {dtype.short}, which this device accelerates"
+        passing = [other for other in _runs_in(dtype, result) if passes_all(other, result.runs)]
+        if is_accelerated and dtype not in slow_in and passing:
+            return f"{passing[0].key.label} passes, and this device accelerates it"
     if all(is_accelerated is None for is_accelerated in accelerated.values()):
         return f"use a dtype that the device accelerates, or {keep}"
     return keep

@@ -16,6 +16,7 @@ from lowprec_check.analysis.recommend import (
 from lowprec_check.analysis.run_summary import (
     CLOSE,
     candidates,
+    compared_peaks,
     degenerate_output,
     differing_integers,
     fails_elsewhere,
@@ -42,9 +43,21 @@ from lowprec_check.schema.precisions import PRECISIONS, low_precisions
 from lowprec_check.schema.registry import choices
 from lowprec_check.schema.run_key import PLAN
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.statements import Figure, Sentence, Statement, Tone, chained, counted, plain, say, say_if
+from lowprec_check.schema.statements import (
+    Figure,
+    Sentence,
+    Statement,
+    Tone,
+    bytes_figure,
+    chained,
+    counted,
+    plain,
+    say,
+    say_if,
+)
 
 LONG_SETUP = 1.0  # seconds of set-up that are worth naming
+_TOO_HIGH = 0.5  # an upper bound from few inputs, which tells nothing
 
 
 def verdict(result: ScanResult) -> str:
@@ -146,8 +159,10 @@ def _gains_nothing(run: Run | None, result: ScanResult) -> str:
         return is_slower
     if ratio >= SAME_MEMORY:
         return f"{is_slower} and takes {_memory(ratio, result).text}"
-    saved = "little" if ratio <= 1 / SAME_MEMORY else "no"
-    return f"{is_slower} and saves {saved} memory"
+    peaks = compared_peaks(run, result.runs)
+    if ratio <= 1 / SAME_MEMORY and peaks is not None:
+        return f"{is_slower} and saves only {bytes_figure(peaks[1] - peaks[0])}"
+    return f"{is_slower} and saves no memory"
 
 
 def _memory(ratio: float, result: ScanResult) -> Sentence:
@@ -235,9 +250,9 @@ def judged(run: Run, result: ScanResult) -> Made:
         return chained(passed, plain("all values are equal"), between=", ")
     worst = "worst {part:share} of the tolerance" if inputs > 1 else "at {part:share} of the tolerance"
     bound = None
-    if is_near and tried and further is not None:
+    if is_near and further is not None and tried and further.high < _TOO_HIGH:
         bound = say("at most {high:share} of such inputs fail (95 % confidence)", high=further.high)
-    elif is_near and inputs == 1:
+    elif is_near:
         bound = plain("other inputs can exceed it: try --batches 8")
     near = chained(passed, say(worst, part=part), between=", ")
     return warn_if(is_near, chained(near, bound, differing_integers(run)))
@@ -282,10 +297,13 @@ def gain(run: Run, result: ScanResult) -> Made:
     elif advised == "stay" and best.worth == "faster":
         how_fast = None
     elif advised == "passes":
-        how_fast = _why_unclear(against_fp32, run) if against_fp32.told == "noisy" else None
+        # the verdict says what it saves, and that the speed is unclear
+        how_fast = _why_unclear(against_fp32, run, " to tell its speed") if against_fp32.told == "noisy" else None
         memory = None if saves_memory(run, result.runs) else memory
     if not any((how_fast, memory, slow)):
         return None
+    if against_fp32.told in ("noisy", "unknown"):  # what is known comes first
+        how_fast, memory = memory, how_fast
     return chained(how_fast, memory, slow, between=", ")
 
 
@@ -334,16 +352,16 @@ def _speed(against_fp32: Speed, run: Run) -> Sentence:
     return say("speed not known ({why:text})", why=unclear.text)
 
 
-def _why_unclear(against_fp32: Speed, run: Run) -> Sentence:
-    """Why no speed can be told from times, or what is known instead."""
+def _why_unclear(against_fp32: Speed, run: Run, end: str = "") -> Sentence:
+    """Why no speed can be told from times, with an ``end``, or what is known instead."""
     if against_fp32.on_gpu is not None:
         return say("the GPU needs {part:figure} of fp32's time", part=1 / against_fp32.on_gpu)
     in_rounds = in_turns(run)
     if against_fp32.ratio is not None and math.isinf(against_fp32.high):
-        return plain("its calls are too short")
+        return plain(f"its calls are too short{end}")
     if in_rounds is not None and in_rounds.rounds <= 1:
-        return plain("it was called too few times")
-    return plain("its times varied too much")
+        return plain(f"it was called too few times{end}")
+    return plain(f"its times varied too much{end}")
 
 
 # -- the others

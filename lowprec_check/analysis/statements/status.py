@@ -97,7 +97,7 @@ def _inaccurate(run: Run) -> Sentence:
     what = f" of the output of {run.compared_module}" if run.compared_module else ""
     if not what and run.compared_output is not None:
         what = f" of {judged_output(run)}"
-    over = "error {error:error}{what:text} over the tolerance {limit:limit}"
+    over = "error {error:error}{what:text}, over the tolerance {limit:limit}"
     return chained(say(over, error=run.rel_l2, what=what, limit=limit), shares(run), between="; ")
 
 

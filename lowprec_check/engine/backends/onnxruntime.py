@@ -35,7 +35,7 @@ class OnnxRuntime(GraphBackend):
     project = "microsoft/onnxruntime"
     packages = ("onnxruntime", "onnxscript")
     computes_in = {"fp32": "fp32", "half": "fp16"}
-    instead = "an ONNX model has no autocast, and ONNX Runtime's CPU provider no bf16 kernels: use fp32 or half"
+    instead = "no bf16 kernels on a CPU and no autocast: use fp32 or half"
     functions = (in_onnxruntime,)
     loading = "in_onnxruntime(torch.onnx.export(program, dynamo=True, verbose=False))"
 

@@ -200,7 +200,7 @@ def scale_weights(target: Target, seed: int, output_rms: float) -> Target:
         snapshot.restore()
     if not scaler.scaled + scaler.redrawn:
         return target
-    setup = (*target.setup, "# then the scan scaled the random weights, with which the output vanishes")
+    setup = (*target.setup, "# the scan scaled these random weights: with them the output vanishes")
     redrawn = ""
     if scaler.redrawn:
         redrawn = f", {counted(scaler.redrawn, 'weight')} of zeros drawn anew"

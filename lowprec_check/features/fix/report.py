@@ -60,7 +60,7 @@ PATCH = Section("causes", _section)
 def _search(result: ScanResult, said: Sequence[Statement]) -> Iterator[Block]:
     """How to search for a patch, if runs fail at lines of the user's own file."""
     is_tried = result.fixing is not None or result.evidence == "predicted" or not result.is_forward
-    if is_tried or ".py" not in result.target or any(each.kind == "patch" for each in said):
+    if is_tried or ".py" not in result.target:
         return
     failing = [run for run in result.runs if fails(run)]
     own = any(culprit.row.source and culprit.row.caller is None for run in failing for culprit in culprits(run))

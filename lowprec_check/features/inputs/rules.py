@@ -47,7 +47,7 @@ def input_dependent(result: ScanResult) -> Iterator[Finding]:
             continue
         least = say_if(further.low >= 0.01, "at least {low:share} and ", low=further.low)  # else it would be "< 1 %"
         most = say("at most {high:share} of such inputs fail (95 % confidence)", high=further.high)
-        message = chained(fails_on_further(further), chained(least, most, between=""), between=": ")
+        message = chained(fails_on_further(further), chained(least, most, between=""))
         # Inputs that were made up prove less than the user's own.
         best = recommended_instead(run, result)
         if further.kind == "resampled":

@@ -12,21 +12,16 @@ from lowprec_check.schema.statements import Sentence, chained, fill, module_name
 
 @per_scan("fails-as-given", "model", after="note", place=-1)
 def fails_as_given(result: ScanResult) -> Iterator[Made]:
-    """That a call of it raises, at which op, and the dtypes that meet there."""
+    """That a call of it raises, and that fp32 is another model, which does not."""
     given = result.as_given
     if given is None or given.exception is None:
         return
     error = given.exception
-    where = ", ".join(filter(None, (error.module and module_name(error.module), error.source)))
-    at = fill(" in {}", where)
-    fails = say("The model as given fails{at:text}: {error:text}", at=at, error=error.message.removesuffix("."))
-    meets = None
-    if given.mixed is not None:
-        by_dtype = {tensor.dtype: tensor.argument for tensor in given.mixed.inputs}
-        inputs = ", ".join(f"{name} is {dtype}" for dtype, name in by_dtype.items())
-        meets = say("{op:op} gets several dtypes: {inputs:text}", op=given.mixed.op, inputs=inputs)
-    converted = say("runs below convert it to one dtype, but for those under autocast")
-    yield Said(chained(fails, meets, _parameters(given), converted), "warn")
+    where = fill("{}", error.module and module_name(error.module)) + fill(" ({})", error.source)
+    at = fill(" in {}", where.strip())
+    fails = say("As it is, your model fails{at:text}: {error:text}", at=at, error=error.message.removesuffix("."))
+    converted = say("fp32 below is model.float()")
+    yield Said(chained(fails, _parameters(given), converted), "warn")
 
 
 @per_scan("several-dtypes", "model", after="note", place=-1, detail="more")

@@ -81,7 +81,7 @@ def _request(runs: TargetRuns, result: ScanResult, options: ScanOptions) -> Code
         return None
     tolerance = run.tolerance if run.status == "ok" and target.weights != "scaled" else None
     in_fp32 = ""
-    if result.is_forward:
+    if result.is_forward and result.as_given is None:  # the fp32 of several dtypes is not what the file has
         in_fp32 = snippet(result.runs[0].key, result.model, torch_version=result.torch)
     return CodeRequest(
         code=best.code,

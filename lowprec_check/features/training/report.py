@@ -24,7 +24,7 @@ _GRADIENTS = (
     Column("elements", "number"),
     Column("error", "error", "Relative L2 error against fp32."),
     Column("share", "percent", "Of the squared error of all gradients."),
-    Column("largest", "error", "The largest magnitude in fp32."),
+    Column("largest", "figure", "The largest magnitude in fp32."),
     Column("underflow", "percent", "Share of the elements that are zero here and not in fp32."),
     Column("overflow", "percent", "Share that is Inf or NaN here and finite in fp32."),
 )

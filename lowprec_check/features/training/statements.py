@@ -84,9 +84,9 @@ def passes(run: Run, result: ScanResult) -> Made:
         losses = say("loss {last:loss} (fp32: {fp32:loss})", last=way.losses[-1], fp32=setup.losses[done])
     part, near = part_of_limit(run, way.name, setup), None
     if way.distances and distance_limit(run, way, setup) is not None:
-        near = say("distance from the weights of fp32: {part:share} of the limit", part=part)
-    after = say("{name:text}passes after {done:count step}", name=name, done=done or setup.steps)
-    return warn_if(part >= NEAR, chained(after, losses, near, between=", "))
+        near = say("distance of the weights from fp32's: {part:share} of the limit", part=part)
+    passes = say("{name:text}passes in {done:count step}", name=name, done=done or setup.steps)
+    return warn_if(part >= NEAR, chained(passes, losses, near, between=", "))
 
 
 @per_run("trained", "advice", after="compared-module", basis=21, detail="more")

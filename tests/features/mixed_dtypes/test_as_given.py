@@ -56,13 +56,13 @@ def test_the_model_is_said_to_fail_if_the_plain_call_does(base: torch.dtype, ada
         names = {str(base)[6:]: ["*.base"], str(adapter)[6:]: ["*.down", "*.up"]}
         assert result.as_given.dtypes == names
         assert f"parameters in {str(base)[6:]} (*.base) and {str(adapter)[6:]} (*.down, *.up)" in screen
-    assert ("The model as given fails" in screen) == bool(raised)
+    assert ("As it is, your model fails" in screen) == bool(raised)
     if raised:
         assert result.as_given is not None
         assert result.as_given.mixed is not None
         assert (result.as_given.mixed.module, result.as_given.mixed.op) == ("0.down", "aten.addmm.default")
         assert raised.removesuffix(".") in screen
-        assert screen.index("The model as given fails") < screen.index("Only the forward pass")
+        assert screen.index("As it is, your model fails") < screen.index("Only the forward pass")
     assert all(parameter.dtype in (base, adapter) for parameter in model.parameters())
 
 

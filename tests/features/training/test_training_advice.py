@@ -430,7 +430,7 @@ def test_a_run_that_fails_or_is_slower_than_fp32_is_never_called_faster() -> Non
 
 def test_the_verdict_says_its_margin() -> None:
     near = conclude(a_result(a_trained("autocast-bf16", a_way(distances=[0.18] * STEPS), latency_ms=5.0)))
-    assert said(near, "training")[0].endswith("distance from the weights of fp32: 90 % of the limit")
+    assert said(near, "training")[0].endswith("distance of the weights from fp32's: 90 % of the limit")
     assert "90 % of the limit from 3 fp32 runs with other seeds" in said(near, "trained")[0]
     tones = [its.tone for its in statements(near) if its.kind in ("verdict", "training", "trained")]
     assert tones == ["warn", "warn", "warn"]
