@@ -1,4 +1,4 @@
-"""Scan every example and ResNet-50 anew, and write reports/scans and reports/training.
+"""Scan the examples of inference and ResNet-50 anew, and write reports/scans.
 
 Run ``python tools/example_scans.py [--only NAME]``. Each report is what the command prints. The JSON of the small scans
 in ``WITH_JSON`` is saved too: documents and tests use it.
@@ -28,9 +28,7 @@ def scans() -> dict[str, tuple[str, dict[str, Any]]]:
     """The target and the options of each scan, by its path in reports/ without suffix."""
     targets: dict[str, tuple[str, dict[str, Any]]] = {}
     for path in sorted((ROOT / "examples").glob("*.py")):
-        if path.stem.startswith(TRAINING):
-            targets[f"training/{path.stem}"] = (f"examples/{path.name}", {"train": True, "steps": 8})
-        elif path.stem not in SLOW:
+        if not path.stem.startswith(TRAINING) and path.stem not in SLOW:
             targets[f"scans/{path.stem}"] = (f"examples/{path.name}", {})
     targets["scans/spade_decoder_without_dot"] = ("examples/spade_decoder.py", {"without_kernel": ("aten.dot:half",)})
     targets["scans/torchvision_resnet50"] = ("torchvision:resnet50", {})
@@ -40,7 +38,7 @@ def scans() -> dict[str, tuple[str, dict[str, Any]]]:
 def main() -> None:
     """Scan all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="only those whose path contains this, e.g. training/")
+    parser.add_argument("--only", default="", help="only those whose path contains this, e.g. whitening")
     arguments = parser.parse_args()
     for name, (spec, options) in scans().items():
         if arguments.only not in name:

@@ -511,7 +511,8 @@ def test_a_wrong_output_is_answered_with_the_recommendation() -> None:
         (
             0.1,
             False,
-            "autocast-fp16 passes (speed unclear). Its calls are too short to tell its speed, this device does not accelerate fp16.",
+            "autocast-fp16 passes (speed unclear). Its calls are too short to tell its speed, this device does not "
+            "accelerate fp16.",
         ),
         (0.1, True, "autocast-fp16 passes (speed unclear). Its calls are too short to tell its speed."),
         (0.1, None, "autocast-fp16 passes (speed unclear). Its calls are too short to tell its speed."),

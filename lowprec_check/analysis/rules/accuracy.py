@@ -393,8 +393,8 @@ def _flips(run: Run, result: ScanResult) -> Iterator[Finding]:
         finding = Finding(message, run, "", pooled[0].op, pooled[0].source, calls=calls)
         yield finding if causes and places else weighed(finding)
     if others and decided is not None:
-        advice = "look for code that depends on the dtype"
-        yield Finding(decided, run=run, help=advice, severity="warning", matters=True)
+        search = "look for code that depends on the dtype"
+        yield Finding(decided, run=run, help=search, severity="warning", matters=True)
     # The choices decide, but none was seen: they are made in Python.
     if causes and not places and not flips:
         message = say("no op picks differently; values read by .tolist() or .numpy(), or Python code, may differ")

@@ -258,7 +258,8 @@ def _findings(model: ScannedModel) -> Iterator[Block]:
         return
     found = groups(model.scan.diagnostics)
     errors = [group for group in found if group.severity == "error"]
-    brief = headlines(errors, passes=model.scan.recommendation is not None)
+    best = model.scan.recommendation
+    brief = headlines(errors, best.label if best is not None else None)
     if brief:
         yield Heading(f"Findings in {model.name}", anchor=f"findings-{model.name}")
         yield from (Say(each.text, role="item", lead=each.lead) for each in brief[:SHOWN])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from lowprec_check.analysis.recommend import recommended_run
+from lowprec_check.analysis.recommend import action, recommended_run
 from lowprec_check.analysis.run_summary import candidates, label, reference_of
 from lowprec_check.analysis.training_status import distance_limit, first_way, ways_tried
 from lowprec_check.features.training.outcomes import common_steps, remarks, steps_of
@@ -211,7 +211,7 @@ def _ways(result: ScanResult, setup: TrainingSetup) -> Iterator[Block]:
     )
     best, advice = recommended_run(result), result.recommendation
     recommended = None
-    if advice is not None and not advice.stay_in_fp32:
+    if advice is not None and action(result) == "use":
         recommended = advice.way
     # ways that say more than the table of runs are shown first, the others with more detail
     news, others, passing = list[Row](), list[Row](), 0

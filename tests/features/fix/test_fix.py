@@ -20,7 +20,6 @@ from conftest import ROOT, Call
 from shared_result import run as a_run
 from shared_result import shared_result
 
-from lowprec_check.analysis.statements.kinds import said
 from lowprec_check.errors import UsageError
 from lowprec_check.features.fix.fix_sites import culprits, fails
 from lowprec_check.features.fix.report import fix_document
@@ -28,6 +27,7 @@ from lowprec_check.features.fix.source_text import Edit, SourceText, edited, mov
 from lowprec_check.process import process_group
 from lowprec_check.report.blocks import CodeBlock, Document
 from lowprec_check.report.layout.text import text
+from lowprec_check.report.registry import render
 from lowprec_check.schema.fixing import Fixing, Proven, SourceChange
 from lowprec_check.schema.scan_result import ScanResult
 from lowprec_check.schema.statements import short_op

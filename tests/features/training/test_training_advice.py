@@ -85,7 +85,7 @@ STILL = {"body.0.weight": 0.3}
         (None, None, "note", "training with GradScaler passes", 'GradScaler("cpu")'),  # of a version that did not count
         ({}, None, "note", "training with GradScaler passes", 'GradScaler("cpu")'),
         (STILL, {}, "warning", "still 30 % with GradScaler from 65536", "init_scale=16777216"),
-        (STILL, STILL, "warning", "still 30 % with GradScaler from 65536", "try a larger initial scale"),
+        (STILL, STILL, "warning", "still 30 % with GradScaler from 65536", ""),
     ],
 )
 def test_a_scaled_loss_avoids_underflow_where_that_was_tried(
@@ -104,15 +104,14 @@ def test_a_way_that_fails_is_no_way_to_avoid_underflow() -> None:
     failed = a_way("grad-scaler", "nonfinite", initial_scale=65536.0, losses=NAN_LOSSES, underflow={})
     finding = one("LP501", a_trained("autocast-fp16", failed, a_way(), gradients=UNDERFLOWING[:2]))
     assert finding.severity == "warning"
-    assert (finding.help or "").startswith("try to scale the loss")
+    assert finding.help is None
 
 
 def test_underflow_names_bf16_only_if_it_passes() -> None:
     half = a_trained("half", a_way(status="nonfinite", losses=NAN_LOSSES), gradients=UNDERFLOWING[:2])
     bad = a_way(status="inaccurate", divergence=OUTSIDE)
     helps = [one("LP501", half, other).help or "" for other in (a_trained("bfloat16"), a_trained("bfloat16", bad))]
-    assert helps[0].endswith("; bfloat16 passes")
-    assert "bfloat16" not in helps[1]
+    assert helps == ["bfloat16 passes", ""]
 
 
 def backward_call(**more: Any) -> OpCall:
@@ -369,18 +368,11 @@ def test_gaps_name_the_part_of_the_step(phase: Any, prefix: str, advised: str) -
     assert (one("LP101", under_autocast).help or "").startswith(advised)
 
 
-@pytest.mark.parametrize(
-    ("phase", "advised"),
-    [
-        ("forward", "try the inputs of this op in fp32"),
-        ("backward", "try the inputs of the op of the forward pass in fp32"),
-        ("optimizer", "try the modules in fp32 whose gradients it reads"),
-    ],
-)
-def test_an_op_that_magnifies_errors_needs_other_inputs(phase: Any, advised: str) -> None:
+@pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
+def test_an_op_that_magnifies_errors_has_no_advice_that_was_not_tried(phase: Any) -> None:
     call = OpCall("aten.foo.default", phase=phase, input_error=1e-3, accumulated_error=0.5, local_error=0.0)
     failed = a_trained("autocast-fp16", a_way(status="error", exception=UNSCALE, losses=[]), calls=[call])
-    assert one("LP303", failed).help == advised
+    assert one("LP303", failed).help is None
 
 
 # -- the recommendation

@@ -71,24 +71,20 @@ def gradient_underflow(result: ScanResult) -> Iterator[Finding]:
             left = [(way, _mean_underflow(gradients, way.underflow or {})) for way in scaled]
             helps = next((way for way, share in left if share < UNDERFLOWS), None)
             # How to scale the loss, in the way that was tried.
-            does, start, needs, added = "try to scale", "", "", None
+            advice, start, needs, added = None, "", "", None
             if helps is not None:
-                does = "scale"
                 if helps.initial_scale not in (None, DEFAULT_SCALE):
                     start = f", init_scale={helps.initial_scale:.15g}"
-            if not run.is_autocast:
-                needs = ", with fp32 weights: under autocast, or as fp32 master weights"
-            code = f'torch.amp.GradScaler("{device_type(run.device)}"{start})'
-            advice = say(f"{does} the loss: {{code:text}}{needs}", code=code)
+                if not run.is_autocast:
+                    needs = ", with fp32 weights: under autocast, or as fp32 master weights"
+                code = f'torch.amp.GradScaler("{device_type(run.device)}"{start})'
+                advice = say(f"scale the loss: {{code:text}}{needs}", code=code)
             if helps is not None and helps in usual:
                 added = say("training with {way:text} passes", way=helps.declared.words)
             elif left and helps is not left[0][0]:
                 still, (way, share) = "still {share:percent} with {way:text} from {scale:scale}", left[0]
                 added = say(still, share=share, way=way.declared.words, scale=way.initial_scale)
-                if helps is None:
-                    advice = say("try a larger initial scale, or the module in fp32")
-            message = chained(message, added)
-            advice = or_passing(advice, run, result)
+            message, advice = chained(message, added), or_passing(advice, run, result)
             severity: Severity | None = "note" if helps in usual else None
             yield Finding(message, run, module, _GRADIENT, help=advice, severity=severity)
 

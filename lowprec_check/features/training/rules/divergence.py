@@ -107,7 +107,7 @@ def training_diverges(result: ScanResult) -> Iterator[Finding]:
         if way.divergence and way.divergence.parameter:
             module = way.divergence.parameter.rpartition(".")[0]
         # What the scan recommends is known to train; else only hints are left.
-        advice, best = "fix the other findings of this run, or try the module in fp32", recommended_instead(run, result)
+        advice, best = "fix the other findings of this run", recommended_instead(run, result)
         if best is not None and best.keep_fp32 and best.label == run.key.label:
             advice = "keep the modules in fp32 that the recommendation names"
             if way_text(best.way):

@@ -147,9 +147,7 @@ def stalled_state(result: ScanResult) -> Iterator[Finding]:
                 tensors, of["tensors"] = " of {tensors:count tensor}", len(stalled)
             lost = f"{{values:text}}: {{lost:percent}} of the updates of {{name:text}}{tensors} are lost to rounding"
             message = say(lost, values=values, lost=loss.share, name=key, **of)
-            advice = "try the module in fp32, or autocast"
-            if values != "buffer":
-                advice = what_recovers(run, result)
+            advice = None if values == "buffer" else what_recovers(run, result)
             yield Finding(chained(message, loss.most()), run, loss.module, help=advice)
 
 
