@@ -27,7 +27,7 @@ from lowprec_check.schema.module_paths import patterns
 from lowprec_check.schema.registry import objects_of_features
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.statements import Statement, bytes_figure, counted, fill, milliseconds
+from lowprec_check.schema.statements import Statement, agree, bytes_figure, counted, fill, milliseconds
 
 _COLUMNS = (
     Column(
@@ -99,7 +99,7 @@ def _status(run: Run, result: ScanResult, is_brief: bool) -> str | StatusOf:
     """The status; in a brief table, of a run that passes on the first inputs only, on how many."""
     further = fails_elsewhere(run)
     if is_brief and further is not None:
-        fails = f"fails on {further.failed} of {run.batch_count + further.tried}"
+        fails = f"{further.failed} of {run.batch_count + further.tried} {agree(further.failed, 'fails', 'fail')}"
         return StatusOf(effective_status(run, result.runs), fails)
     return shown_status(run, result)
 

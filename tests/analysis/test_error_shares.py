@@ -317,7 +317,7 @@ def test_choices_that_cause_the_error_are_a_warning(decisions: float, severity: 
 def test_choices_count_where_the_first_order_fails() -> None:
     result = a_result(a_run(EVERY[5], budget=a_budget(0.9, decisions=0.8)))
     assert [d.severity for d in found(result, "LP304")] == ["warning"]
-    assert "80 % from choices that differ" in explain_status(result.runs[1])
+    assert "80 % from choices (LP304)" in explain_status(result.runs[1])
     assert budget_lines(result) == [
         "half: not known: the errors of single ops, followed to the output, give 10 % of that of the run; "
         "80 % choices that differ from fp32"

@@ -111,7 +111,7 @@ def shares(run: Run) -> Sentence | None:
         if part.by_itself is None:
             parts.append(say(f"{about}{{share:share}} from {{module:module}}", share=part.share, module=part.name))
     if budget.decisions >= MATTERS:
-        parts.append(say("{decisions:share} from choices that differ from fp32", decisions=budget.decisions))
+        parts.append(say("{decisions:share} from choices (LP304)", decisions=budget.decisions))
     if not parts:
         return None
     return chained(*parts, between=", ")

@@ -72,7 +72,7 @@ def test_gradients_that_underflow_are_grouped_by_module() -> None:
     assert (first.module, second.module) == ("body.1", "body.0")
     assert "37.3 % of the elements of weight, bias" in second.message
     assert {first.severity, second.severity} == {"warning"}
-    assert "GradScaler" in (first.help or "")
+    assert first.help is None, "no way to train was tried with GradScaler"
     assert not found("LP501", a_trained("half", gradients=UNDERFLOWING[:1]))
 
 
