@@ -33,7 +33,9 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_check.cli.main import main
+from lowprec_check.core.feature_hooks import features
 from lowprec_check.core.launcher import Launcher
+from lowprec_check.features.printed_code import run as printed_code
 from lowprec_check.features.times import rounds, turns
 from lowprec_check.report.registry import render
 from lowprec_check.schema.axes import BACKENDS, Backend
@@ -120,6 +122,12 @@ def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "WORK_STEPS", 1000)
 
 
+@pytest.fixture(autouse=True)
+def code_in_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Execute printed code in a fork: a fresh interpreter imports torch, two thirds of the scan of a small model."""
+    monkeypatch.setattr(printed_code, "METHOD", "fork")
+
+
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     """Compare a text with the file of that name in ``tests/goldens``; ``pytest --update-goldens`` writes it instead."""
@@ -184,6 +192,8 @@ def call(
     A process of its own would import torch anew, which takes 2.5 seconds; :func:`call_process` is for where that is
     the point.
     """
+
+    features()  # imported once, not in each process that a scan forks
 
     def call_main(*arguments: str | Path, folder: Path = ROOT) -> Done:
         capfd.readouterr()

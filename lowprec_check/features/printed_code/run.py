@@ -15,7 +15,7 @@ from lowprec_check.core.feature_hooks import Feature
 from lowprec_check.core.target_runs import TargetRuns
 from lowprec_check.features.printed_code.code_process import CodeRequest, wait_and_execute
 from lowprec_check.process import system
-from lowprec_check.process.function_worker import FunctionWorker
+from lowprec_check.process.function_worker import FunctionWorker, Method
 from lowprec_check.process.supervisor import MessageEvent, Supervisor
 from lowprec_check.schema.code_trial import CodeTrial
 from lowprec_check.schema.options import ScanOptions
@@ -24,6 +24,8 @@ from lowprec_check.schema.scanned_model import STREAMED
 
 LEAST_SECONDS, PART_OF_SCAN = 10.0, 0.25
 """The code may take so much of the time of the scan, or so many seconds."""
+METHOD: Method = "spawn"
+"""How the process of the code starts: nothing is imported in it yet. Most tests fork it."""
 
 
 class PrintedCodeFeature(Feature):
@@ -44,7 +46,7 @@ class PrintedCodeFeature(Feature):
         if is_here and from_file and fp32.status == "ok":
             decode = partial(msgspec.msgpack.decode, type=CodeTrial)
             self._started = system.monotonic()
-            self._worker = FunctionWorker(wait_and_execute, decode, method="spawn")
+            self._worker = FunctionWorker(wait_and_execute, decode, method=METHOD)
 
     def after_runs(self, batches: Sequence[TargetRuns], result: ScanResult, options: ScanOptions) -> ScanResult | None:
         """Execute the code in it."""

@@ -18,6 +18,7 @@ from lowprec_check import ScanResult
 from lowprec_check.analysis.snippet import snippet
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.model_info import describe_target
+from lowprec_check.features.printed_code import run as printed_code
 from lowprec_check.features.printed_code.code_process import CodeRequest, executed
 from lowprec_check.schema.code_trial import CodeTrial
 from lowprec_check.schema.run_key import RunKey
@@ -88,7 +89,8 @@ def test_code_that_fails_or_does_otherwise_is_told(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.slow
-def test_a_scan_executes_its_code(tmp_path: Path, call: Call) -> None:
+def test_a_scan_executes_its_code(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(printed_code, "METHOD", "spawn")
     path = tmp_path / "whole_net.py"
     path.write_text(FUNCTIONS)
     call("scan", path.name, "-q", "-p", "bfloat16", "--times", "off", "--json", "scan.json", folder=tmp_path)
