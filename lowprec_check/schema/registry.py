@@ -154,6 +154,9 @@ class Registry(Generic[Item]):
 
     def find(self, name: str) -> Item | None:
         """The value of that name or alias, in any case, with ``-`` or ``_``; or ``None``."""
+        exact = self._items.get(str(name))
+        if exact is not None:
+            return exact
         wanted = _plain(str(name))
         return next((item for item in self if wanted in _spellings(item)), None)
 
