@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import random
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.testing._internal.common_methods_invocations import op_db
 
-OPERATORS = {f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name: op for op in op_db}
+
+@functools.cache
+def operators() -> dict[str, Any]:
+    """The operators by name."""
+    from torch.testing._internal.common_methods_invocations import op_db  # imports for seconds
+
+    return {f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name: op for op in op_db}
 
 
 def cast(value: Any, dtype: torch.dtype, *, grad: bool = False) -> Any:
@@ -66,7 +72,7 @@ def runs(op: Any, sample: Any, dtype: torch.dtype, mode: str) -> bool | None:
 
 def messages(name: str, dtype: torch.dtype) -> set[str]:
     """What the samples raise forward in ``dtype``, the first lines."""
-    op, found = OPERATORS[name], set()
+    op, found = operators()[name], set()
     torch.manual_seed(0)
     for sample in op.sample_inputs("cpu", torch.float32, requires_grad=False):
         args, kwargs = cast(((sample.input, *sample.args), sample.kwargs), dtype)
@@ -79,7 +85,7 @@ def messages(name: str, dtype: torch.dtype) -> set[str]:
 
 def truth(name: str, dtype: torch.dtype, mode: str, at_most: int = 256) -> list[bool]:
     """For each sample that is not empty and runs in fp32: whether it runs in ``dtype``."""
-    op = OPERATORS[name]
+    op = operators()[name]
     random.seed(0)
     torch.manual_seed(0)
     claimed = op.supported_dtypes("cpu")

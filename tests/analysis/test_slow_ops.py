@@ -228,11 +228,9 @@ class Waits(nn.Module):
         return cast("Tensor", torch.ops.slow_ops.waits(self.linear(x), self.seconds)).relu()
 
 
-torch.ops.slow_ops.waits(torch.ones(1), 0.0)  # the first call imports, which every worker would do again
-
-
 @pytest.mark.slow
 def test_a_kernel_that_does_not_end_is_found_and_the_rest_is_analyzed() -> None:
+    torch.ops.slow_ops.waits(torch.ones(1), 0.0)  # the first call imports, which every worker would do again
     result = scan(Waits(300.0), torch.randn(4, 8), precisions="half", budget=2.0, plan=False, isolation="fork")
     half = result.run("half")
     assert (half.status, half.complete) == ("timeout", True)

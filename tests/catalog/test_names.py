@@ -10,7 +10,6 @@ import pytest
 import torch
 from conftest import Call
 from torch import nn
-from torch.testing._internal.common_methods_invocations import op_db
 
 from lowprec_check import catalog
 from lowprec_check.catalog import measured
@@ -137,6 +136,8 @@ def test_an_aten_op_finds_the_operators_that_dispatch_it(query: str, among: str)
 
 
 def test_every_alias_in_torch_is_found() -> None:
+    from torch.testing._internal.common_methods_invocations import op_db  # imports for seconds
+
     for info in op_db:
         for alias in info.aliases:
             found = ops(alias.name)
