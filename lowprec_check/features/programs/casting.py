@@ -18,7 +18,7 @@ from lowprec_check.features.programs.watching import CallWatcher
 from lowprec_check.process import system
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.torchkit.devices import synchronize
-from lowprec_check.torchkit.floating_dtypes import NARROW
+from lowprec_check.torchkit.floating_dtypes import NARROW, torch_dtype
 from lowprec_check.torchkit.output_comparison import compare_outputs
 from lowprec_check.torchkit.pytree import leaves, map_tensors, stored
 
@@ -77,6 +77,15 @@ class ProgramCaster(CallWatcher):
         """The memory of the weights of all models that were called."""
         tensors = [tensor for module, _ in self._keys.values() for tensor in (*module.parameters(), *module.buffers())]
         return sum({each.data_ptr(): each.untyped_storage().nbytes() for each in stored(tensors)}.values())
+
+    def has_applied(self, key: str, assignment: Assignment) -> bool:
+        """Whether a model has the precision that the program itself was to give it."""
+        precision = PRECISIONS.get(assignment.precision)
+        if precision.kind == "autocast":
+            return any(error.error != 0 for error in self.errors if error.model == key)
+        dtype = torch_dtype(precision.format)
+        module = next((module for module, other in self._keys.values() if other == key), None)
+        return precision.kind != "cast" or module is None or any(p.dtype == dtype for p in module.parameters())
 
     def _application(self, key: str, assignment: Assignment, module: nn.Module) -> Application:
         if key not in self._applied:

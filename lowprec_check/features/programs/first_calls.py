@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
 
+import msgspec
 from torch import nn
 
 from lowprec_check.features.programs.program_scan import FirstCall
@@ -30,25 +33,43 @@ class PlacingWatcher(CallWatcher):
         key = self.key_of(module), method
         if key not in self.places:
             takes_floats = any(tensor.is_floating_point() for _, tensor in leaves((args, kwargs)))
-            self.places[key] = place_of(module, sys._getframe(1), takes_floats=takes_floats)
+            frame = sys._getframe(1)
+            self.places[key] = place_of(module, frame, takes_floats=takes_floats)
+            path = self.places[key].path
+            alike = [other for other, place in self.places.items() if place.path == path and other[0] != key[0]]
+            if path and alike:
+                self._tell_apart([*alike, key], module, frame)
         super().note(module, method, args, kwargs, line)
 
+    def _tell_apart(self, keys: list[tuple[str, str]], last: nn.Module, frame: FrameType) -> None:
+        """Give models other paths, which a variable stood for one after another, as in a loop."""
+        lines = Counter(self.places[key].line for key in keys)
+        for key in keys:
+            before, module = self.places[key], last
+            if key in self.models:
+                module = self.models[key].module
+            other = place_of(module, frame, but=re.split(r"[.\[]", before.path)[0])
+            if other.path or lines[before.line] > 1:
+                self.places[key] = msgspec.structs.replace(other, takes_low=before.takes_low)
 
-def place_of(module: nn.Module, frame: FrameType | None, *, takes_floats: bool = True) -> FirstCall:
+
+def place_of(module: nn.Module, frame: FrameType | None, *, takes_floats: bool = True, but: str = "") -> FirstCall:
     """The line of the outermost of the user's frames whose variables reach ``module``.
 
-    That one runs once, where an inner one may run for each call.
+    That one runs once, where an inner one may run for each call. The variable ``but`` does not
+    count.
     """
     frames = list(_frames(frame))
     caller = next((at for at in frames if not at.f_code.co_filename.startswith(PACKAGE)), None)
     by_package = caller is not None and is_installed(caller.f_code.co_filename)
     own = [at for at in frames if is_own_file(at.f_code.co_filename)]
     for at in reversed(own):
-        path = names_of_modules(at.f_locals).get(id(module))
+        variables = {name: value for name, value in at.f_locals.items() if name != but}
+        path = names_of_modules(variables).get(id(module))
         if path is None:
             continue
         pipeline, switches = "", list[str]()
-        for name, value in at.f_locals.items():
+        for name, value in variables.items():
             part = _component(value, module)
             if part is not None:
                 pipeline, path = name, f"{name}.{part}"

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -88,7 +89,12 @@ class WatchedProgram:
     @property
     def models(self) -> tuple[ProgramModel, ...]:
         """The models, in the order of their first calls."""
-        return tuple(self._model(key, calls) for (key, _), calls in self._watcher.models.items())
+        models = [self._model(key, calls) for (key, _), calls in self._watcher.models.items()]
+        names = Counter(model.name for model in models)
+        return tuple(
+            dataclasses.replace(model, name=f"{model.name} at {model.place.line}") if names[model.name] > 1 else model
+            for model in models
+        )
 
     def _model(self, key: str, calls: CallsOfModel) -> ProgramModel:
         module, method = calls.module, calls.method

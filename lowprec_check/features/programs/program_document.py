@@ -52,7 +52,10 @@ def program_document(program: ProgramScan) -> Document:
     if scans:
         blocks.append(Say(machine(scans[0]), role="hint"))
     if not program.complete:
-        blocks.append(Say(f"{counted(len(scans), 'model')} of {len(program.models)} scanned", "warn", "note"))
+        done = f"{counted(len(scans), 'model')} of {len(program.models)} scanned"
+        if all(model.scan is not None or model.problem for model in program.models):
+            done = f"the program ran again {counted(len(program.runs), 'time')}, then it was stopped"
+        blocks.append(Say(done, "warn", "note"))
     blocks += [Say(note, "warn", "note") for note in program.notes]
     head = len(blocks)
     blocks += _code(program)

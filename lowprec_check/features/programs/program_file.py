@@ -56,8 +56,7 @@ def scan_program_file(
 
         def run_of(name: str, assigned: Assignments, pasted: Sequence[PastedCode] = ()) -> ProgramRun:
             """The program again, with casts from outside, or by the code in it."""
-            cast = dict.fromkeys(assigned, Assignment("fp32")) if pasted else assigned
-            load = functools.partial(_run_cast, cast, methods, compare, Path(folder), patched(program, pasted))
+            load = functools.partial(_run_cast, assigned, methods, compare, Path(folder), patched(program, pasted))
             session = Session(spec, options, isolation, seconds, _named(on_progress, name), load=load)
             try:
                 *_, run = session.grow(_run_of, ProgramRun)
@@ -140,12 +139,13 @@ def _run_cast(
     spec: TargetSpec,
     options: ScanOptions,
 ) -> _Ended:
-    """What came of the program, whose files have other ``texts``."""
+    """What came of the program; if its files have other ``texts``, these make the casts."""
     from lowprec_check.features.programs.casting import ProgramCaster
     from lowprec_check.features.programs.running import run_to_end
     from lowprec_check.features.programs.variables import VariableComparison
 
-    caster = ProgramCaster(assigned, methods, outputs)
+    from_outside = dict.fromkeys(assigned, Assignment("fp32")) if texts else assigned
+    caster = ProgramCaster(from_outside, methods, outputs)
     ended = VariableComparison(compare, outputs, saves=not assigned)
     seconds = FORGIVEN * (options.budget or PROGRAM_SECONDS)
 
@@ -163,6 +163,9 @@ def _run_cast(
         caster.problem = first_line(error.message)
     finally:
         use_sources({})
+    if texts and not caster.problem:
+        missed = [key for key, assignment in assigned.items() if not caster.has_applied(key, assignment)]
+        caster.problem = f"it has no effect on {', '.join(missed)}" if missed else ""
     run = ProgramRun("", [], caster.errors, caster.problem, caster.seconds, caster.weight_bytes(), ended.errors)
     return _Ended(run)
 

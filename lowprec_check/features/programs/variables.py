@@ -83,7 +83,7 @@ def _compared(name: str, value: Mapping[str, Any], reference: Mapping[str, Any])
 def _tensors(value: Any) -> list[Tensor]:
     """Copies of all tensors, arrays and numbers in a value; a picture is an array of pixels."""
     value = _pictures_as_arrays(value)
-    return [tensor.detach().cpu().clone() for _, tensor in leaves(value, numbers=True)]
+    return [tensor.detach().as_subclass(torch.Tensor).cpu().clone() for _, tensor in leaves(value, numbers=True)]
 
 
 def _pictures_as_arrays(value: Any) -> Any:

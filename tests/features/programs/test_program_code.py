@@ -51,7 +51,7 @@ class Tried:
 
     def pasted(self, form: list[PastedCode], keys: Mapping[str, Assignment]) -> ProgramRun:
         """With the code in the script."""
-        return self._run(dict.fromkeys(keys, Assignment("fp32")), patched(self.seen, form))
+        return self._run(keys, patched(self.seen, form))
 
 
 MAIN = """
@@ -122,6 +122,53 @@ def test_a_model_that_no_variable_reaches_has_no_code(tmp_path: Path) -> None:
     tried = Tried(tmp_path / "infer.py", body)
     why = why_no_code(tried.seen, tried.assigned("half"))
     assert why == "There is no code to paste: no variable of the script reaches Linear, called at infer.py:4."
+
+
+LOOP = """
+    import torch
+    nets = {"a": torch.nn.Linear(4, 4), "b": torch.nn.Linear(4, 4)}
+    x = torch.rand(2, 4)
+    for net in nets.values():
+        x = net(x)
+"""
+
+
+def test_models_that_a_variable_stands_for_in_turns_have_ways_of_their_own(tmp_path: Path) -> None:
+    tried = Tried(tmp_path / "infer.py", LOOP)
+    assert [model.name for model in tried.seen.models] == ["nets['a']", "nets['b']"]
+    assigned = {"Linear#0": Assignment("half"), "Linear#1": Assignment("fp32")}
+    (form,) = tried.forms(assigned)
+    assert [(code.line, "nets['b']" in code.text) for code in form] == [("infer.py:5", False)]
+    run, outside = tried.pasted(form, assigned), tried.outside(assigned)
+    assert run.problem == ""
+    assert run.errors == outside.errors
+    assert run.weight_bytes == outside.weight_bytes
+
+
+def test_a_variable_that_is_bound_again_names_the_model_at_its_line(tmp_path: Path) -> None:
+    body = """
+        import torch
+        net = torch.nn.Linear(4, 4)
+        x = net(torch.rand(2, 4))
+        net = torch.nn.Linear(4, 4)
+        x = net(x)
+    """
+    tried = Tried(tmp_path / "infer.py", body)
+    assert [model.name for model in tried.seen.models] == ["net at infer.py:4", "net at infer.py:6"]
+    assigned = tried.assigned("bfloat16")
+    (form,) = tried.forms(assigned)
+    assert [code.line for code in form] == ["infer.py:4", "infer.py:6"]
+    assert tried.pasted(form, assigned).errors == tried.outside(assigned).errors
+    # In a loop no line has only one of them
+    looped = "import torch\nfor _ in range(2):\n    net = torch.nn.Linear(4, 4)\n    net(torch.rand(2, 4))\n"
+    tried = Tried(tmp_path / "infer.py", looped)
+    assert "no variable of the script reaches Linear" in why_no_code(tried.seen, tried.assigned("half"))
+
+
+def test_code_without_effect_is_no_code(tmp_path: Path) -> None:
+    tried = Tried(tmp_path / "infer.py", "import torch\nnet = torch.nn.Linear(4, 4)\nnet(torch.rand(2, 4))\n")
+    run = tried.pasted([PastedCode("infer.py:3", "net.float()")], tried.assigned("half"))
+    assert run.problem == "it has no effect on Linear#0"
 
 
 @pytest.mark.parametrize(
