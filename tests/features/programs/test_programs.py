@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from helpers import screen_of
 from program_parts import PARTS
 from shared_result import shared_result
 from torch import Tensor, nn
@@ -296,6 +297,20 @@ def test_a_page_draws_the_calls_of_each_run() -> None:
     assert "all half: call 700: not finite" in wide
     assert 'aria-label="Error of each call against fp32"' in page
     assert "call 700: has NaN or Inf" in text(program_document(result))
+
+
+def test_a_scan_of_a_script_says_beside_its_verdict_what_it_left_out() -> None:
+    result = shared_result()
+    taken = "called at infer.py:7, the first call of a model in the script"
+    options = ["--weights", "net.pt", "--", "--prompt", "a cat"]
+    model = msgspec.structs.replace(result.model, taken=taken)
+    result = msgspec.structs.replace(result, target="my infer.py", target_options=options, model=model)
+    screen = " ".join(screen_of(result).split())
+    assert "lowprec-check program 'my infer.py'" in screen
+    assert "-- --prompt 'a cat' scans every model that it calls" in screen
+    assert "net.pt" not in screen.partition("was stopped at")[2].partition("scans every")[0]
+    assert screen.index("was stopped at its first call of a model (Whitening)") < screen.index("run status")
+    assert "was stopped at" not in screen_of(shared_result())
 
 
 def test_sarif_has_a_run_for_each_model() -> None:
