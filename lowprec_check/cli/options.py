@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -34,9 +34,23 @@ _ALL = f"{__name__}.all"
 """The key in the context of a command whose help lists all options."""
 
 
+class Request(NamedTuple):
+    """What commands that run a target have in common: parameters, one by one, of the parser."""
+
+    context: typer.Context
+    target: Target
+    isolation: Isolation = None
+    quiet: Quiet = False
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Those of a script."""
+        return script_arguments(self.context)
+
+
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:
     """A command whose parameter ``options`` becomes one parameter for each option that its type
-    declares, and ``--help-all``.
+    declares, ``request`` those of :class:`Request`, and ``--help-all`` is added.
     """
     signature = inspect.signature(command, eval_str=True)
     kind: type[DeclaredOptions] = signature.parameters["options"].annotation
@@ -54,12 +68,19 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
     def with_options(**arguments: Any) -> None:
         del arguments["help_all"]  # its callback has printed the help and ended the command
         values = {name: arguments.pop(name) for name in declared}
+        if "request" in signature.parameters:
+            arguments["request"] = Request(**{name: arguments.pop(name) for name in Request._fields})
         command(options=kind(**{name: value for name, value in values.items() if value is not None}), **arguments)
 
-    # Where the command has ``options``, the parser gets them one by one.
+    # Where the command has ``options`` and ``request``, the parser gets them one by one.
+    shared: list[inspect.Parameter] = []
+    for name, annotation in get_type_hints(Request, include_extras=True).items():
+        default = Request._field_defaults.get(name, inspect.Parameter.empty)
+        shared.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
+    expanded = {"options": [*declared.values()], "request": shared}
     parameters: list[inspect.Parameter] = []
     for name, parameter in signature.parameters.items():
-        parameters += declared.values() if name == "options" else [parameter]
+        parameters += expanded.get(name, [parameter])
     everything = typer.Option("--help-all", callback=_print_help, is_eager=True, help="Show all options and exit.")
     parameters.append(_keyword("help_all", bool, False, everything))
     with_options.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]

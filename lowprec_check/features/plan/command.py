@@ -21,14 +21,11 @@ from lowprec_check.cli.app import (
 )
 from lowprec_check.cli.options import (
     Inputs,
-    Isolation,
-    Quiet,
+    Request,
     Stream,
-    Target,
     Weights,
     WithScriptArguments,
     grouped,
-    script_arguments,
     takes_options,
 )
 from lowprec_check.cli.progress import progress
@@ -39,8 +36,6 @@ from lowprec_check.schema.options import OUTPUT, PlanOptions
 @takes_options
 def plan(
     *,
-    context: typer.Context,
-    target: Target,
     inputs: Inputs = None,
     weights: Weights = None,
     stream: Stream = False,
@@ -49,19 +44,18 @@ def plan(
         Path | None, grouped(OUTPUT, "--save-plan", metavar="FILE", help="Save the plan, for lowprec_check.apply.")
     ] = None,
     json: Annotated[bool, grouped(OUTPUT, "--json", help="Print the plan and all attempts as JSON.")] = False,
-    isolation: Isolation = None,
-    quiet: Quiet = False,
+    request: Request,
 ) -> None:
     """Find the modules that must stay in fp32. Verifies that the model passes with all others in 16
     bits.
     """
     check_writable(save_plan, "--save-plan")
-    with stdout_kept(), progress(quiet) as display:
+    with stdout_kept(), progress(request.quiet) as display:
         from lowprec_check.engine.model.target_spec import TargetSpec
         from lowprec_check.features.plan.plan_file import plan_file
 
-        spec = TargetSpec(target, tuple(inputs or ()), weights, stream, arguments=script_arguments(context))
-        planning, ended_by = last_before_end(plan_file(spec, options, isolation, display.step))
+        spec = TargetSpec(request.target, tuple(inputs or ()), weights, stream, arguments=request.arguments)
+        planning, ended_by = last_before_end(plan_file(spec, options, request.isolation, display.step))
     try:
         if json:
             print_document(planning.to_json())

@@ -18,12 +18,9 @@ from lowprec_check.cli.app import (
     stdout_kept,
 )
 from lowprec_check.cli.options import (
-    Isolation,
-    Quiet,
-    Target,
+    Request,
     WithScriptArguments,
     grouped,
-    script_arguments,
     takes_options,
 )
 from lowprec_check.cli.progress import progress
@@ -37,8 +34,6 @@ from lowprec_check.schema.options import OUTPUT
 @takes_options
 def program(
     *,
-    context: typer.Context,
-    target: Target,
     options: ProgramOptions,
     json: Annotated[
         Path | None, grouped(OUTPUT, "--json", metavar="FILE", help="Save the full result as JSON.")
@@ -53,8 +48,7 @@ def program(
             help="A variable of the script to compare with fp32 at its end, such as the image; repeatable.",
         ),
     ] = None,
-    isolation: Isolation = None,
-    quiet: Quiet = False,
+    request: Request,
 ) -> None:
     """Run a script to its end and scan every model that it calls. Then run it again with each model
     in the recommended precision, and compare what they return with fp32.
@@ -67,12 +61,14 @@ def program(
     for file in report or []:
         check_writable(file, "--report")
         check_format(file)
-    with stdout_kept(), progress(quiet) as display:
+    with stdout_kept(), progress(request.quiet) as display:
         from lowprec_check.engine.model.target_spec import TargetSpec
         from lowprec_check.features.programs.program_file import scan_program_file
 
-        spec = TargetSpec(target, arguments=script_arguments(context))
-        result, ended_by = last_before_end(scan_program_file(spec, options, isolation, display.step, compare or ()))
+        spec = TargetSpec(request.target, arguments=request.arguments)
+        result, ended_by = last_before_end(
+            scan_program_file(spec, options, request.isolation, display.step, compare or ())
+        )
     try:
         print_text(program_document(result))
         sys.stdout.flush()
