@@ -131,6 +131,7 @@ def error_of(run: Run) -> float:
     return run.distance if run.distance is not None else float("inf")
 
 
+CLEAR = 0.5  # the part of the tolerance below which a run that passes is not explained with errors
 CLOSE = 0.8  # the part of the tolerance from which on another input may well exceed it
 
 
@@ -211,6 +212,11 @@ def part_of_tolerance(run: Run) -> float:
     if run.tolerance:
         return worst / run.tolerance
     return 0.0
+
+
+def passes_clearly(run: Run) -> bool:
+    """Whether it passes on all inputs with less than half of the tolerance: nobody asks why."""
+    return run.status == "ok" and not fails_elsewhere(run) and part_of_tolerance(run) < CLEAR
 
 
 def on_which_call(run: Run) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import sys
 from collections.abc import Sequence
@@ -46,6 +47,7 @@ from lowprec_check.schema.statements import agree, counted
 
 if TYPE_CHECKING:
     from lowprec_check.analysis.baseline import Baseline
+    from lowprec_check.schema.measures import Explain
     from lowprec_check.schema.run_key import RunKey
     from lowprec_check.schema.scan_result import ScanResult
 
@@ -115,6 +117,14 @@ def scan(
     accepted = _accepted(baseline, update_baseline=update_baseline)
     check_writable(save_plan, "--save-plan")
     check_codes([*options.select, *options.ignore])
+    if options.explain is None:
+        # What nobody reads is not computed.
+        explain: Explain = "failing"
+        if update_baseline or accepted is not None or fail_on not in (DEFAULT, "never"):
+            explain = "all"
+        elif json is not None or report or printed.name != "text":
+            explain = "recommended"
+        options = dataclasses.replace(options, explain=explain)
     if observe:
         _observe(target, script_arguments(context), options, isolation, quiet=quiet)
         return

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_check.analysis.conclusion import as_wanted, conclude
+from lowprec_check.analysis.recommend import recommended_run
 from lowprec_check.analysis.rules.registry import check_codes
 from lowprec_check.analysis.run_summary import vanishes
 from lowprec_check.analysis.source_lines import texts_of_lines
@@ -182,6 +183,14 @@ def growing_scan(
             if added is not None:
                 result = added
                 yield result
+
+        if options.explain in (None, "recommended") and not options.explains_all and mode.is_forward:
+            best, labels = recommended_run(conclude(result)), set[str | None]()
+            # A run on another backend is explained by one in eager mode.
+            if best is not None:
+                labels = {best.key.label, best.explained_by}
+            runs = [first.explained(run) if run.key.label in labels else run for run in result.runs]
+            yield msgspec.structs.replace(result, runs=runs)
 
 
 def _lines_of(run: Run) -> list[str | None]:

@@ -83,10 +83,11 @@ def scan_file(
     runs: dict[RunKey, Run] = {}
     session = Session(spec, options, isolation, options.budget or LOAD_SECONDS, on_progress)
     for result in session.grow(functools.partial(_growing_changes, earlier=earlier), ScanResult):
-        # Op calls are sent once only.
+        # Op calls are sent when they are new.
         for run in result.runs:
             sent = runs.get(run.key)
-            runs[run.key] = run if sent is None else msgspec.structs.replace(run, op_calls=sent.op_calls)
+            op_calls = run.op_calls if sent is None or run.op_calls else sent.op_calls
+            runs[run.key] = msgspec.structs.replace(run, op_calls=op_calls)
         # The first run is known from the first result on; a result may have no run that changed.
         whole = list(runs.values())
         whole = as_wanted(whole, options.keys(whole[0].device))
@@ -96,13 +97,18 @@ def scan_file(
 def _growing_changes(
     source: TargetSource, isolation: Isolation | None, options: ScanOptions, earlier: ScanResult | None = None
 ) -> Iterator[ScanResult]:
-    """The result after each run; ``runs`` has new and changed ones, these without op calls."""
+    """The result after each run; ``runs`` has new and changed ones, with op calls that are new."""
     from lowprec_check.core.scan import growing_scan
 
     sent: dict[RunKey, Run] = {}
     for result in growing_scan(source, isolation, options, earlier):
         changed = [run for run in result.runs if sent.get(run.key) is not run]
-        news = [msgspec.structs.replace(run, op_calls=OpCalls()) if run.key in sent else run for run in changed]
+        news = [
+            msgspec.structs.replace(run, op_calls=OpCalls())
+            if run.key in sent and sent[run.key].op_calls is run.op_calls
+            else run
+            for run in changed
+        ]
         yield msgspec.structs.replace(result, runs=news)
         sent = {run.key: run for run in result.runs}
 

@@ -13,6 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from lowprec_check.analysis.run_summary import passes_clearly
 from lowprec_check.core.feature_hooks import TimedRuns, features
 from lowprec_check.core.launcher import OF_REFERENCE, Launcher
 from lowprec_check.core.long_calls import LongCalls
@@ -21,7 +22,7 @@ from lowprec_check.core.mode import Mode, mode_of
 from lowprec_check.core.outcome import compared_with, explained_by, finished
 from lowprec_check.core.plain_part import Fp32Outputs
 from lowprec_check.core.reference_errors import check_reference
-from lowprec_check.core.tasks import LONG_CALL, ModelTask, RunTask, TaskFiles, open_task_files
+from lowprec_check.core.tasks import LONG_CALL, RunTask, TaskFiles, open_task_files
 from lowprec_check.engine.model.prepared import format_problem
 from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.model.target_source import TargetSource
@@ -83,6 +84,7 @@ class TargetRuns:
             further_inputs=options.further_inputs,
             batches=options.batches,
             errors=options.errors,
+            explains_all=options.explains_all,
             budget_error=options.budget_error != "off" and self.mode.is_forward,
             limits_memory=options.budget_error != "on",
             reference=options.reference,
@@ -304,6 +306,23 @@ class TargetRuns:
             return run
         return explained_by(run, eager)
 
+    def explained(self, run: Run) -> Run:
+        """``run``, which passes clearly and has no errors of ops, with them if there is time."""
+        if not run.op_calls or not passes_clearly(run) or any(run.op_calls.accumulated_error):
+            return run
+        if self.long_calls is not None and self.long_calls.begin_run() is not None:
+            return run
+        how = {"explains_all": True, "so_far": RunSoFar(run=run, is_judged=True)}
+        outcome = self.launcher.do(
+            dataclasses.replace(self.task_to_time(run), **how, measure_once=run.judged_by_one_call)
+        )
+        if outcome.so_far is None or not outcome.is_explained:
+            return run
+        # Its output was compared bit by bit before.
+        notes = list(dict.fromkeys([*outcome.so_far.run.notes, *outcome.faults, *outcome.notes]))
+        again = msgspec.structs.replace(outcome.so_far.run, notes=notes, perturbed=run.perturbed)
+        return compared_with(again, self.fp32)
+
     def time(self, runs: Sequence[Run]) -> TimedRuns:
         """fp32 and ``runs``, with times that can be compared; without, if there are none."""
         assert self.fp32 is not None
@@ -324,7 +343,7 @@ class TargetRuns:
         """Whether times are asked for, and can be compared."""
         return self._template.timed and self.mode.has_times
 
-    def task_to_time(self, run: Run) -> ModelTask:
+    def task_to_time(self, run: Run) -> RunTask:
         """The task whose calls are timed for ``run``."""
         return self._usual_task(
             run.key._replace(precision=run.base or run.precision),

@@ -227,6 +227,8 @@ class RunTask(ModelTask):
     # -- How the instrumented part explains it op by op
     instrumented: bool = True
     errors: Errors = "both"
+    explains_all: bool = True
+    """Whether errors are computed of a run that passes clearly, too."""
     budget_error: bool = True
     """Whether to find where the output's error comes from, if both errors of ops are computed."""
     reference: str = "fp32"

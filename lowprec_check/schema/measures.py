@@ -12,6 +12,11 @@ from lowprec_check.schema.verdict import Status
 Errors = Literal["both", "accumulated", "none"]
 """The errors that are computed for each op: local and accumulated ones, these, or none."""
 
+Explain = Literal["failing", "recommended", "all"]
+"""The runs that are explained with errors: those that fail or are near the tolerance, also the
+recommended one, or all.
+"""
+
 Reference = Literal["fp32", "fp64"]
 """The precision of the reference that each op is compared with."""
 

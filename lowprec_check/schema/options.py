@@ -14,7 +14,7 @@ from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.schema.axes import BACKENDS, DEVICES, MEMORY_FORMATS, catalogued, device_of, replaced
 from lowprec_check.schema.findings import Prefer
-from lowprec_check.schema.measures import Errors, Reference, Scenario
+from lowprec_check.schema.measures import Errors, Explain, Reference, Scenario
 from lowprec_check.schema.precisions import PRECISIONS, bases_called, formats, low_names, plan_bases
 from lowprec_check.schema.registry import Registry, choices, words_in
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE, RunKey
@@ -250,6 +250,14 @@ class ScanOptions(DeclaredOptions):
         group=THOROUGH,
         listed=False,
     )
+    explain: Explain | None = option(
+        None,
+        "Runs to explain op by op with errors; others only by dtypes and largest values.",
+        details="failing: those that fail, or whose error is at least half of the tolerance; recommended: also the "
+        "recommended one; all: every run, also with --thorough, --batches, or another option about these errors.",
+        unset="failing; recommended in Python and with --json or --report; all with a baseline or --fail-on SEVERITY",
+        group=THOROUGH,
+    )
     reference: Reference = option(
         "fp32", "Precision of the reference for the errors of each op.", group=THOROUGH, listed=False
     )
@@ -359,6 +367,12 @@ class ScanOptions(DeclaredOptions):
                 )
         if self.batches > 1:
             raise UsageError("Training takes a new batch for each step by itself.", "Leave out --batches.")
+
+    @property
+    def explains_all(self) -> bool:
+        """Whether runs that pass clearly are explained with errors: an option asks for these."""
+        about_errors = self.errors != "both" or self.reference != "fp32" or self.budget_error == "on"
+        return self.explain == "all" or self.thorough or self.batches > 1 or about_errors
 
     def names_of(self, axis: Literal["precisions", "backends", "memory_formats"]) -> list[str]:
         """The names that are run; by default all precisions, in eager mode and contiguous."""

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from lowprec_check.core.trace.dispatched_call import DispatchedCall, vanishes_in
-from lowprec_check.core.trace.execution import Emulation, Execution
+from lowprec_check.core.trace.dispatched_call import DispatchedCall, run_wide, vanishes_in
+from lowprec_check.core.trace.execution import SLOW_SECONDS, Emulation, Execution
 from lowprec_check.core.trace.journal import Journal
 from lowprec_check.core.trace.lockstep import GeneratorState, Lockstep, has_drawn, state_before
 from lowprec_check.core.trace.observers import End, OpObserver
@@ -70,6 +70,7 @@ class Recorder(DispatchMode):
         self._op_errors = OpErrors(lockstep, flipped, local=errors == "both", count_flushed=underflows(low))
         self._op_times = SlowOpTimes()
         self._errors, self._timed, self._observers = errors, timed, observers
+        self._has_small_range = underflows(low)
         self._on_line: dict[CallSite, dict[int, int]] = {}
 
     def handle(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
@@ -185,6 +186,8 @@ class Recorder(DispatchMode):
         try:
             if call.involved and outputs and self._errors != "none":
                 self._measure(call, outputs, state, row)
+            elif call.involved and outputs:
+                self._look_at(call, outputs, row)
             self._observe(call, lambda observer: observer.after(call, row, outputs))
         finally:
             # What an op computed, or an input, is no constant.
@@ -208,6 +211,23 @@ class Recorder(DispatchMode):
             row.op, row.vanished, row.nth = made.function, float(vanished[0]), call.nth_on_line(self._on_line)
             self._observe(call, lambda observer: observer.after(call, row, [out]))
             self.journal.add(row)
+
+    def _look_at(self, call: DispatchedCall, outputs: list[Tensor], row: OpCall) -> None:
+        """Without the reference: the largest value in a dtype of small range, and slow kernels."""
+        if self._has_small_range and is_narrow(outputs[0]):
+            compared = self.lockstep.figures.compare(outputs[0], (), count_flushed=False)
+
+            def add() -> None:
+                row.absmax = compared.value.absmax
+
+            self.lockstep.figures.then(add)
+        may_be_slow = self.emulation.measure_once and self._timed and call.outcome == "ok" and not call.drew
+        if may_be_slow and call.seconds > SLOW_SECONDS and has_local_error(call) and not call.traits.mutable:
+            wide = widened_arguments(call, self.lockstep.twins)
+            run_wide(call, *wide)
+            if call.wide_seconds is not None:
+                self._op_times.add(call, row, call.wide_seconds, wide)
+                self.emulation.add_timing(call.traits.name, call.seconds, call.wide_seconds)
 
     def _measure(self, call: DispatchedCall, outputs: list[Tensor], state: GeneratorState | None, row: OpCall) -> None:
         """Advance the reference, and compare the outputs with it."""
