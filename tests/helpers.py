@@ -59,14 +59,14 @@ def screen_of(result: ScanResult, *, width: int = 100, verbose: bool = False) ->
 
 
 def scan_here(model: nn.Module, inputs: Any, **options: Any) -> ScanResult:
-    """A scan in this process, without times unless ``options`` ask for them: a quarter of the work in workers."""
-    return lowprec_check.scan(model, inputs, **{"isolation": "none", "times": "off", **options})
+    """A scan in this process that explains all runs, without times: a quarter of the work in workers."""
+    return lowprec_check.scan(model, inputs, **{"isolation": "none", "times": "off", "explain": "all", **options})
 
 
 def runs_here(model: nn.Module, inputs: Any, **options: Any) -> AbstractContextManager[TargetRuns]:
     """Makes the runs of a scan in this process one by one, without further inputs."""
     source, machine = TargetSource(make_target(model, inputs)), Machine(environment={"device": "cpu"})
-    return open_runs(source, ScanOptions(further_inputs=0, **options), machine, "none")
+    return open_runs(source, ScanOptions(**{"further_inputs": 0, "explain": "all", **options}), machine, "none")
 
 
 DEFAULT = Options(observers=(MagnitudeObserver, origins_of))

@@ -29,6 +29,8 @@ class Started(Struct, frozen=True, kw_only=True, tag="started"):
     """Until an op must have ended; ``None``: ops have no limit of their own."""
     call: int | None = None
     """The call of the plain part, counted from 1; ``None`` if it is something else."""
+    doing: str | None = None
+    """What to show as progress; ``None``: what is usual for the task."""
     if_crashed: Run | None = None
     """The run if the worker dies in it; ``None``: as it is known."""
     if_late: Run | None = None

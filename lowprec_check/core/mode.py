@@ -154,7 +154,7 @@ class Mode:
             with report.faults_of("measuring"):
                 part.measure()
             for measurement in measurements():
-                report.send(Started(seconds=task.measure_budget))
+                report.send(Started(seconds=task.measure_budget, doing=measurement.what))
                 with report.faults_of(measurement.what):
                     measurement.measure(part)
         if part.draws:

@@ -312,10 +312,8 @@ class TargetRuns:
             return run
         if self.long_calls is not None and self.long_calls.begin_run() is not None:
             return run
-        how = {"explains_all": True, "so_far": RunSoFar(run=run, is_judged=True)}
-        outcome = self.launcher.do(
-            dataclasses.replace(self.task_to_time(run), **how, measure_once=run.judged_by_one_call)
-        )
+        task = dataclasses.replace(self.task_to_time(run), explains_all=True, measure_once=run.judged_by_one_call)
+        outcome = self.launcher.do(dataclasses.replace(task, so_far=RunSoFar(run=run, is_judged=True)))
         if outcome.so_far is None or not outcome.is_explained:
             return run
         # Its output was compared bit by bit before.

@@ -156,7 +156,9 @@ def _report(event: Event, outcome: Outcome, task: ModelTask, source: TargetSourc
     if isinstance(event, MessageEvent) or event.state != "running":
         return
     (name, doing), read = task.progress, outcome.weight_read
-    if outcome.position:
+    if outcome.started is not None and outcome.started.doing is not None:
+        doing = outcome.started.doing
+    elif outcome.position:
         doing = describe_position(outcome.position)
     elif read is not None:
         doing = f"{doing} in {read.module}"

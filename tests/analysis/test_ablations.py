@@ -36,7 +36,7 @@ class OverflowingNorm(nn.Module):
 
 
 def quick_scan(model: nn.Module, x: Tensor, **options: Any) -> ScanResult:
-    return lowprec_check.scan(model, x, times="off", plan=False, **options)
+    return lowprec_check.scan(model, x, times="off", plan=False, explain="all", **options)
 
 
 def chain(bad: nn.Module, at: int, shift: float) -> nn.Module:

@@ -44,7 +44,7 @@ class Wrapped(nn.Module):
         return self.linear(x)
 
 
-ONE_RUN: dict[str, Any] = {"plan": False, "further_inputs": 0}
+ONE_RUN: dict[str, Any] = {"plan": False, "further_inputs": 0, "explain": "all"}
 
 
 def run_of(model: nn.Module, precision: str, inputs: Any = X, **options: Any) -> Run:

@@ -193,6 +193,7 @@ SLOW_RUNS: dict[str, Any] = {
     "times": "off",
     "plan": False,
     "further_inputs": 0,
+    "explain": "all",
 }
 TWO_SLOW_RUNS = SLOW_RUNS | {"precisions": ["bf16", "autocast-bf16"]}
 

@@ -54,9 +54,10 @@ class CompilerChecker:
         self.seconds = SHARE_OF_BUDGET * task.call_budget
         self._slack = SLACK * (task.tolerance if task.tolerance is not None else ready.precision.tolerance)
         self._exact: Literal["fp64", "fp32"] = "fp64"
+        self._calls: list[Corners | None] = []
 
     def checks(self) -> Iterator[CompilerCheck]:
-        """The check, then again with what explains it; nothing if outputs cannot be compared."""
+        """The check, then again with the verdict on emulated casts; nothing if outputs cannot be compared."""
         calls = [self.corners(self.target.inputs)]
         if calls[0] is None:
             return
@@ -67,6 +68,7 @@ class CompilerChecker:
                 if system.monotonic() < end:
                     calls.append(self.corners(inputs_like(self.target.inputs, number)))
             distance = self._worst(calls)
+        self._calls = calls
         errors = [distance.error(squares) for squares in (distance.fp32, distance.eager, distance.compiled)]
         fp32, eager, compiled = (error if math.isfinite(error) else None for error in errors)
         check = CompilerCheck(
@@ -91,7 +93,6 @@ class CompilerChecker:
             with contextlib.suppress(Exception), torch._inductor.config.patch(emulate_precision_casts=True):
                 check = msgspec.structs.replace(check, emulated=self._compiled_again(calls))
             yield check
-            yield msgspec.structs.replace(check, culprit=self._bisect(calls))
 
     def _worst(self, calls: list[Corners | None]) -> Distances:
         return worst(distances([call for call in calls if call is not None]), self._slack)
@@ -156,19 +157,19 @@ class CompilerChecker:
         ]
         return self._worst([*again]).verdict(self._slack)
 
-    def _bisect(self, calls: list[Corners | None]) -> str | None:
+    def bisect(self) -> str | None:
         """The pass or lowering that adds the error, by torch's bisection; ``None`` if not found."""
         from torch._inductor.compiler_bisector import BACKENDS, CompilerBisector
 
         # What is compiled inside the model cannot be compiled by the bisection's backends.
-        if self.task.backend == EAGER and self.target.compiled is None:
+        if not self._by_dynamo or (self.task.backend == EAGER and self.target.compiled is None):
             return None
         end = system.monotonic() + min(BISECT_SECONDS, self.seconds)
 
         def passes() -> bool:
             if system.monotonic() > end:
                 raise TimeoutError
-            return self._compiled_again(calls, bisecting=True) != "worse"
+            return self._compiled_again(self._calls, bisecting=True) != "worse"
 
         silent = contextlib.redirect_stdout(io.StringIO())
         with contextlib.suppress(Exception), silent, contextlib.ExitStack() as context:

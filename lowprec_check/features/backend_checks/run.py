@@ -46,8 +46,14 @@ def check_compiler(part: PlainPart) -> None:
     compiled = part.is_compiled and not BACKENDS.get(task.backend).lowers_precision and task.evidence == "measured"
     if compiled and part.outputs and not (report.run.random or part.too_slow or task.keep_fp32):
         # Each is reported, in case time is too short for what follows.
-        for check in _compiler_checker(part).checks():
+        checker = _compiler_checker(part)
+        for check in checker.checks():
             report.add(compiler=check)
+        # A compiler that is worse in a run that passes is a warning: it takes a minute to find the pass.
+        check, asked = report.run.compiler, task.explains_all or report.run.status != "ok"
+        if check is not None and check.verdict == "worse" and asked:
+            report.send(Started(seconds=task.measure_budget, doing="bisecting the compiler"))
+            report.add(compiler=msgspec.structs.replace(check, culprit=checker.bisect()))
 
 
 def add_layer_errors(part: PlainPart) -> None:

@@ -346,13 +346,20 @@ def test_a_fault_is_reported_even_if_there_is_no_time_to_explain_it(
     monkeypatch.setattr(CompilerChecker, "_compiled_again", compiled_again)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # of the workers as well
     wrong = torch.compile(Mlp().eval(), backend=lambda graph, _: lambda *args: [out * 1.04 for out in graph(*args)])
-    result = scan(wrong, draw(4, 16), times="off", budget=6, **BFLOAT16)
+    steps: set[str] = set()
+    asked: Any = {"explain": "all", "on_progress": lambda _run, step: steps.add(step.rpartition(" · ")[2])}
+    result = scan(wrong, draw(4, 16), times="off", budget=6, **BFLOAT16, **asked)
     run = result.run("bfloat16")
     assert run.status == "ok"  # the fp32 run is as wrong
+    assert "bisecting the compiler" in steps
     assert run.compiler is not None
     assert (run.compiler.verdict, run.compiler.emulated, run.compiler.culprit) == ("worse", "worse", None)
     assert any("the budget of 6 s ended" in note for note in run.notes)
     assert [d.code for d in result.diagnostics if d.code == "LP306" and d.precision == "bfloat16"] == ["LP306"]
+    # Nobody asked for the pass that a warning is about: it is not searched.
+    quick = scan(wrong, draw(4, 16), times="off", budget=6, **BFLOAT16).run("bfloat16")
+    assert quick.compiler is not None
+    assert (quick.compiler.verdict, quick.compiler.emulated, quick.notes) == ("worse", "worse", [])
     assert [path for path in tmp_path.iterdir() if not path.name.startswith("pymp-")] == []
 
 
@@ -363,7 +370,7 @@ def test_the_pass_is_searched_if_nothing_compiles_with_emulated_casts(monkeypatc
 
     checker = "lowprec_check.features.backend_checks.compiler_checker.CompilerChecker"
     monkeypatch.setattr(f"{checker}._compiled_again", compiled_again)
-    monkeypatch.setattr(f"{checker}._bisect", lambda *_: "inductor lowerings eq")
+    monkeypatch.setattr(f"{checker}.bisect", lambda *_: "inductor lowerings eq")
     wrong = torch.compile(Mlp().eval(), backend=lambda graph, _: lambda *args: [out * 1.04 for out in graph(*args)])
     run = scan_here(wrong, draw(4, 16), **BFLOAT16).run("bfloat16")
     assert run.compiler is not None

@@ -586,7 +586,7 @@ class WithGap(nn.Module):
 
 def scanned(**options: Any) -> ScanResult:
     torch.manual_seed(0)
-    return lowprec_check.scan(WithGap().eval(), inputs(), plan=False, isolation="none", **options)
+    return lowprec_check.scan(WithGap().eval(), inputs(), plan=False, isolation="none", explain="all", **options)
 
 
 def test_a_run_without_a_kernel_has_a_budget_with_the_kernel_replaced() -> None:
