@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import msgspec
 
@@ -13,6 +13,7 @@ from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.analysis.statements.advice import basis
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.schema.findings import Severity
+from lowprec_check.schema.options import FAIL_BY_DEFAULT, FailOn
 from lowprec_check.schema.registry import objects_of_features
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult, skipped
@@ -70,9 +71,6 @@ def without_early_times(result: ScanResult) -> ScanResult:
 
 # -- Whether a scan fails, by ``--fail-on``: what its exit code says, and its JUnit report
 
-FailOn = Literal["no-pass", "error", "warning", "note", "never"]
-DEFAULT: FailOn = "no-pass"
-
 OPTION, WITH_BASELINE = "fail_on", "baseline"
 """The keys of a result's options."""
 
@@ -105,11 +103,12 @@ def asked_to_fail_on(result: ScanResult, fail_on: FailOn, *, with_baseline: bool
 def failure(result: ScanResult) -> ScanFailure:
     """Why ``result`` fails, by the ``--fail-on`` in its options.
 
-    :data:`DEFAULT` counts if that is not saved, or by a version that knows more. With a baseline,
-    which asks for what is new, accepted findings do not count, nor do those that rest on times.
+    :data:`FAIL_BY_DEFAULT` counts if that is not saved, or by a version that knows more. With a
+    baseline, which asks for what is new, accepted findings do not count, nor do those that rest on
+    times.
     """
     asked = result.options.get(OPTION)
-    fail_on = next((level for level in get_args(FailOn) if level == asked), DEFAULT)
+    fail_on = next((level for level in get_args(FailOn) if level == asked), FAIL_BY_DEFAULT)
     if fail_on == "never":
         return ScanFailure(fail_on, no_pass=False, findings=[])
     has_baseline = bool(result.options.get(WITH_BASELINE))

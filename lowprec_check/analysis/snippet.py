@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -18,8 +18,10 @@ from lowprec_check.schema.axes import BACKENDS, Backend, calibrates, device_type
 from lowprec_check.schema.measures import InputLayout
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, RunKey
-from lowprec_check.schema.scan_result import ModelInfo
 from lowprec_check.schema.statements import fill
+
+if TYPE_CHECKING:
+    from lowprec_check.schema.scan_result import ModelInfo
 
 _LISTED = 3  # at most so many tensors are converted by name
 

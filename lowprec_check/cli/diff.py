@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowprec_check.analysis.diff import diff_scans
-from lowprec_check.analysis.suite_coverage import CoverageDiff, coverage_of, diff_coverages, kind_of
 from lowprec_check.cli.app import (
     FINDINGS,
     SAVE_SCAN,
@@ -26,8 +24,11 @@ from lowprec_check.errors import UsageError
 from lowprec_check.report.registry import FORMATS, ReportFormat, diff_formats, document_of, format_of, suffixes
 from lowprec_check.schema.base import write_file
 from lowprec_check.schema.registry import choices
-from lowprec_check.schema.scan_diff import ScanDiff
 from lowprec_check.schema.statements import fill
+
+if TYPE_CHECKING:
+    from lowprec_check.analysis.suite_coverage import CoverageDiff
+    from lowprec_check.schema.scan_diff import ScanDiff
 
 _SAVE = f"{SAVE_SCAN}, or a coverage with: pytest --lowprec-coverage half --lowprec-report FILE"
 
@@ -57,6 +58,9 @@ def diff(
     may differ in torch release, device or commit. Exits 1 if something got worse: for coverages, if
     there are new gaps.
     """
+    from lowprec_check.analysis.diff import diff_scans
+    from lowprec_check.analysis.suite_coverage import coverage_of, diff_coverages, kind_of
+
     # What can be wrong with the options is checked before the files are read.
     files = output_files(report, format)
     if str(old) == str(new) == "-":

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from lowprec_check.cli.app import print_status
 from lowprec_check.process import system
-from lowprec_check.schema.scan_result import ScanResult
+
+if TYPE_CHECKING:
+    from lowprec_check.schema.scan_result import ScanResult
 
 LINE_SECONDS = 30.0
 """Without a terminal, a line is printed this often."""

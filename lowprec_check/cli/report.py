@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowprec_check.analysis.conclusion import FailOn, asked_to_fail_on, failure
 from lowprec_check.cli.app import (
     FINDINGS,
     app,
@@ -24,7 +23,7 @@ from lowprec_check.cli.app import (
 from lowprec_check.cli.options import grouped
 from lowprec_check.errors import UsageError
 from lowprec_check.report.registry import FORMATS, format_of, suffixes, write
-from lowprec_check.schema.options import OUTPUT
+from lowprec_check.schema.options import OUTPUT, FailOn
 from lowprec_check.schema.registry import choices
 
 if TYPE_CHECKING:
@@ -77,6 +76,8 @@ def report(
     verbose: Verbose = False,
 ) -> None:
     """Write a saved scan as a page, Markdown, SARIF, JUnit or text. Needs no model and no torch."""
+    from lowprec_check.analysis.conclusion import asked_to_fail_on, failure
+
     files = output_files(report, format)
     check_reports(files, format)
     if not files:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowprec_check.analysis.conclusion import DEFAULT, FailOn, asked_to_fail_on, failure
 from lowprec_check.cli.app import (
     FINDINGS,
     USAGE_ERROR,
@@ -41,7 +40,7 @@ from lowprec_check.cli.report import Reports, Saves, Verbose, check_reports, pri
 from lowprec_check.errors import Terminated, UsageError
 from lowprec_check.report.foreign_text import visible
 from lowprec_check.report.registry import FORMATS
-from lowprec_check.schema.options import OUTPUT, ScanOptions
+from lowprec_check.schema.options import FAIL_BY_DEFAULT, OUTPUT, FailOn, ScanOptions
 from lowprec_check.schema.registry import choices
 from lowprec_check.schema.statements import agree, counted
 
@@ -86,7 +85,7 @@ def scan(
             "--fail-on",
             help="Exit 1 if no precision passes (no-pass), or also on findings of this severity or higher.",
         ),
-    ] = DEFAULT,
+    ] = FAIL_BY_DEFAULT,
     format: Annotated[
         str | None,
         grouped(
@@ -106,6 +105,7 @@ def scan(
     """Run a model in fp32, half, bfloat16 and autocast. Shows which of them run, how accurate and
     fast they are, and what to do.
     """
+    from lowprec_check.analysis.conclusion import asked_to_fail_on, failure
     from lowprec_check.analysis.rules.registry import check_codes
 
     # What can be wrong is checked first: a scan takes minutes.
@@ -117,14 +117,9 @@ def scan(
     accepted = _accepted(baseline, update_baseline=update_baseline)
     check_writable(save_plan, "--save-plan")
     check_codes([*options.select, *options.ignore])
-    if options.explain is None:
-        # What nobody reads is not computed.
-        explain: Explain = "failing"
-        if update_baseline or accepted is not None or fail_on not in (DEFAULT, "never"):
-            explain = "all"
-        elif json is not None or report or printed.name != "text":
-            explain = "recommended"
-        options = dataclasses.replace(options, explain=explain)
+    reads_findings = update_baseline or accepted is not None or fail_on not in (FAIL_BY_DEFAULT, "never")
+    writes = json is not None or bool(report) or printed.name != "text"
+    options = _explaining_what_is_read(options, reads_findings=reads_findings, writes=writes)
     if observe:
         _observe(target, script_arguments(context), options, isolation, quiet=quiet)
         return
@@ -162,6 +157,16 @@ def scan(
     if not complete:
         raise typer.Exit(USAGE_ERROR)
     raise ended_by or typer.Exit(FINDINGS if failure(concluded).fails else 0)
+
+
+def _explaining_what_is_read(options: ScanOptions, *, reads_findings: bool, writes: bool) -> ScanOptions:
+    """``options`` with the runs to explain, if they do not say: what nobody reads is left out."""
+    explain: Explain = "failing"
+    if reads_findings:
+        explain = "all"
+    elif writes:
+        explain = "recommended"
+    return dataclasses.replace(options, explain=options.explain or explain)
 
 
 # -- The baseline, the scan so far, and its conclusion

@@ -7,17 +7,17 @@ To add one, add a module with an instance of :class:`ReportFormat` to
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from lowprec_check.analysis.suite_coverage import CoverageDiff
 from lowprec_check.errors import UsageError
-from lowprec_check.report.blocks import Document
-from lowprec_check.report.diff import diff_document
-from lowprec_check.report.scan_document import scan_document
 from lowprec_check.schema.base import write_file
 from lowprec_check.schema.registry import Registry, objects_in
-from lowprec_check.schema.scan_diff import ScanDiff
-from lowprec_check.schema.scan_result import ScanResult
+
+if TYPE_CHECKING:
+    from lowprec_check.analysis.suite_coverage import CoverageDiff
+    from lowprec_check.report.blocks import Document
+    from lowprec_check.schema.scan_diff import ScanDiff
+    from lowprec_check.schema.scan_result import ScanResult
 
 
 class ReportFormat:
@@ -36,6 +36,8 @@ class ReportFormat:
 
     def render(self, result: ScanResult) -> str:
         """The report of a scan; by default its blocks, laid out."""
+        from lowprec_check.report.scan_document import scan_document
+
         return self.lay_out(scan_document(result))
 
     def render_verbose(self, result: ScanResult) -> str:
@@ -53,6 +55,9 @@ class ReportFormat:
 
 def document_of(diff: ScanDiff | CoverageDiff) -> Document:
     """The differences between two scans or coverages as blocks."""
+    from lowprec_check.report.diff import diff_document
+    from lowprec_check.schema.scan_diff import ScanDiff
+
     if isinstance(diff, ScanDiff):
         return diff_document(diff)
     from lowprec_check.report.coverage import coverage_diff_document  # reads the catalog

@@ -39,6 +39,10 @@ else:  # the command line does not import torch
     DeviceName, Dtypes = str | None, Names
 
 
+FailOn = Literal["no-pass", "error", "warning", "note", "never"]
+"""What the exit code of a scan is about: no precision passes, or also findings so severe."""
+FAIL_BY_DEFAULT: FailOn = "no-pass"
+
 RUN, WHERE, THOROUGH, OUTPUT = "What to run", "Where", "How thorough", "Output"
 """The groups of options in the help."""
 

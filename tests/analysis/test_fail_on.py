@@ -17,9 +17,10 @@ from shared_result import run, shared_result
 from training_result import training_result
 
 from lowprec_check.analysis.baseline import accept, baseline_of
-from lowprec_check.analysis.conclusion import FailOn, asked_to_fail_on, failure
+from lowprec_check.analysis.conclusion import asked_to_fail_on, failure
 from lowprec_check.analysis.diff import diff_scans
 from lowprec_check.report.registry import render
+from lowprec_check.schema.options import FailOn
 from lowprec_check.schema.scan_result import Diagnostic, ScanResult, Severity
 from lowprec_check.schema.verdict import Status
 

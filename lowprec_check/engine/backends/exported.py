@@ -6,15 +6,17 @@ import contextlib
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.axes import Backend, Code, Example, UnsupportedOpsError
 from lowprec_check.schema.findings import Gap, GapKind
 from lowprec_check.schema.precisions import Precision
 from lowprec_check.schema.run_key import RunKey
-from lowprec_check.schema.scan_result import ModelInfo
 from lowprec_check.torchkit.installation import missing_packages
+
+if TYPE_CHECKING:
+    from lowprec_check.schema.scan_result import ModelInfo
 
 
 def exported(model, args, kwargs):

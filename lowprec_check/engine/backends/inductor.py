@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lowprec_check.schema.axes import Backend, Code, Example
 from lowprec_check.schema.run_key import RunKey
-from lowprec_check.schema.scan_result import ModelInfo
+
+if TYPE_CHECKING:
+    from lowprec_check.schema.scan_result import ModelInfo
 
 
 class Inductor(Backend):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lowprec_check.engine.quantize.library import (
     NEWEST,
@@ -18,7 +18,9 @@ from lowprec_check.schema.axes import Backend, Code, Example
 from lowprec_check.schema.measures import LayerError
 from lowprec_check.schema.precisions import BF16, Precision
 from lowprec_check.schema.run_key import RunKey
-from lowprec_check.schema.scan_result import ModelInfo
+
+if TYPE_CHECKING:
+    from lowprec_check.schema.scan_result import ModelInfo
 
 
 class Quantizing(Backend):

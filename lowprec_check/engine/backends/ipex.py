@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lowprec_check.catalog.versions import installed_version
 from lowprec_check.engine.backends.jit import frozen_trace, frozen_trace_code
 from lowprec_check.schema.axes import Backend, Code, Example, Replacement
 from lowprec_check.schema.precisions import PRECISIONS, Precision
 from lowprec_check.schema.run_key import RunKey
-from lowprec_check.schema.scan_result import ModelInfo
 from lowprec_check.torchkit.installation import (
     ARCHIVED,
     IPEX,
@@ -20,6 +19,9 @@ from lowprec_check.torchkit.installation import (
     minor_version,
     prepack_problem,
 )
+
+if TYPE_CHECKING:
+    from lowprec_check.schema.scan_result import ModelInfo
 
 IMPORT = "import intel_extension_for_pytorch as ipex"
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lowprec_check.schema.axes import Backend, Code, Example
 from lowprec_check.schema.backend_checks import StateChanged
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import RunKey
-from lowprec_check.schema.scan_result import ModelInfo
 from lowprec_check.schema.statements import some
+
+if TYPE_CHECKING:
+    from lowprec_check.schema.scan_result import ModelInfo
 
 
 class Jit(Backend):

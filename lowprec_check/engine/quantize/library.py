@@ -12,13 +12,13 @@ from lowprec_check.catalog.versions import installed_version
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.axes import Call, Code
 from lowprec_check.schema.run_key import RunKey
-from lowprec_check.schema.scan_result import ModelInfo
 from lowprec_check.torchkit.installation import extension_problem, minor_version
 
 if TYPE_CHECKING:
     from torch import nn
 
     from lowprec_check.engine.quantize.quantized import Calibration, Quantized
+    from lowprec_check.schema.scan_result import ModelInfo
 
 Library = Literal["ipex", "torchao"]
 

@@ -1,20 +1,21 @@
-"""The report formats: documents, the result itself, findings as lines; longer ones in modules."""
+"""The report formats: names and suffixes; what writes one is imported when it is written."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from lowprec_check.analysis.findings import SEVERITIES, Message, tally
-from lowprec_check.analysis.suite_coverage import CoverageDiff
-from lowprec_check.report.blocks import Detail, Document
 from lowprec_check.report.foreign_text import visible, without_folders, workflow_command
-from lowprec_check.report.places import Place, places, told
 from lowprec_check.report.registry import ReportFormat
-from lowprec_check.report.scan_document import scan_document
 from lowprec_check.schema.base import encode
-from lowprec_check.schema.scan_diff import ScanDiff
-from lowprec_check.schema.scan_result import ScanResult
-from lowprec_check.schema.statements import fill
+
+if TYPE_CHECKING:  # what a format needs is imported when it is written
+    from lowprec_check.analysis.findings import Message
+    from lowprec_check.analysis.suite_coverage import CoverageDiff
+    from lowprec_check.report.blocks import Detail, Document
+    from lowprec_check.report.places import Place
+    from lowprec_check.schema.scan_diff import ScanDiff
+    from lowprec_check.schema.scan_result import ScanResult
 
 
 class TextFormat(ReportFormat):
@@ -27,6 +28,8 @@ class TextFormat(ReportFormat):
 
     def render_verbose(self, result: ScanResult) -> str:
         """The report with notes and details."""
+        from lowprec_check.report.scan_document import scan_document
+
         return self.lay_out(scan_document(result), "more")
 
     def lay_out(self, document: Document, detail: Detail = "first") -> str:
@@ -129,8 +132,47 @@ class ConciseFormat(ReportFormat):
         return _lines(result, line)
 
 
+class JUnitFormat(ReportFormat):
+    """One suite, the target. It has a failure or an error if and only if the exit code of the scan
+    is 1.
+
+    A run that fails while the scan does not, since another precision passes or its findings are
+    accepted, is skipped with the reason, as tests with a known failure are.
+    """
+
+    name = "junit"
+    suffixes = (".xml",)
+
+    def render(self, result: ScanResult) -> str:
+        """The suite as a document."""
+        from lowprec_check.report.junit import junit
+
+        return junit(result)
+
+
+class SarifFormat(ReportFormat):
+    """SARIF 2.1.0: one run, with one result per finding and place, even if several precisions and
+    modules show it.
+
+    Findings that the baseline accepts are left out: code scanning ignores `suppressions`.
+    """
+
+    name = "sarif"
+    suffixes = (".sarif", ".sarif.json")
+
+    def render(self, result: ScanResult) -> str:
+        """The findings as JSON."""
+        from lowprec_check.report.sarif import sarif
+
+        return sarif(result)
+
+
 def _lines(result: ScanResult, line: Callable[[Place, Message], str]) -> str:
     """A line for each message at each place, the most severe first, then the verdict."""
+    from lowprec_check.analysis.findings import SEVERITIES, tally
+    from lowprec_check.report.places import places, told
+    from lowprec_check.schema.statements import fill
+
     messages = [(place, message) for place in places(result) for message in place.group.messages]
     messages.sort(key=lambda pair: SEVERITIES.index(pair[1].severity))
     # the verdict is last, where a log is read first
@@ -141,4 +183,4 @@ def _lines(result: ScanResult, line: Callable[[Place, Message], str]) -> str:
 
 
 TEXT, MARKDOWN, HTML, JSON = TextFormat(), MarkdownFormat(), HtmlFormat(), JsonFormat()
-GITHUB, CONCISE = GitHubFormat(), ConciseFormat()
+GITHUB, CONCISE, JUNIT, SARIF = GitHubFormat(), ConciseFormat(), JUnitFormat(), SarifFormat()

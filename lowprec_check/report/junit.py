@@ -11,7 +11,6 @@ from lowprec_check.analysis.run_summary import fails_elsewhere, label
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.report.foreign_text import visible, without_folders
 from lowprec_check.report.places import places
-from lowprec_check.report.registry import ReportFormat
 from lowprec_check.report.runs_table import shown_status
 from lowprec_check.report.scan_document import machine, title
 from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult
@@ -23,59 +22,48 @@ VERDICT = "verdict"
 """The name of the test case that is about the scan as a whole."""
 
 
-class JUnitFormat(ReportFormat):
-    """One suite, the target. It has a failure or an error if and only if the exit code of the scan
-    is 1.
-
-    A run that fails while the scan does not, since another precision passes or its findings are
-    accepted, is skipped with the reason, as tests with a known failure are.
-    """
-
-    name = "junit"
-    suffixes = (".xml",)
-
-    def render(self, result: ScanResult) -> str:
-        """The suite as a document."""
-        why, said = failure(result), statements(result)
-        texts = {each.kind: each.text for each in said}
-        failures = {name: each.text_of(name) for each in said if each.kind == "failure" for name in each.runs}
-        root = Element("testsuites", name="lowprec-check")
-        suite = SubElement(root, "testsuite", name=visible(without_folders(result.target)))
-        properties = {"verdict": texts["verdict"], "fail-on": why.fail_on, "model": title(result)}
-        properties |= {"machine": machine(result), "tool": result.tool}
-        if not result.is_forward:
-            properties["training"] = texts["scope"]
-        if "prediction" in texts:
-            properties["prediction"] = texts["prediction"]
-        element = SubElement(suite, "properties")
-        for name, value in properties.items():
-            SubElement(element, "property", name=name, value=visible(value, 1000))
-        model = visible(result.model.name)
-        for run in result.runs:
-            name = visible(f"{label(run)} on {run.device}")
-            case = SubElement(suite, "testcase", {"classname": model, "name": name} | _time([run], result))
-            _add_outcome(case, run, result, why, visible(without_folders(failures.get(label(run), ""))))
-        # the case of the scan: a failure without a passing run, an error if it ended early
-        case = SubElement(suite, "testcase", classname=model, name=VERDICT)
-        about_all = [d for d in result.diagnostics if not any(d.is_about(run) for run in result.runs)]
-        found = [d for d in about_all if not d.accepted]
-        counting = [d for d in why.findings if d in about_all]
-        if why.ended_early:
-            SubElement(case, "error", message="the scan ended early", type="incomplete")
-        if why.no_pass or counting:
-            text, what = f"{counted(len(counting), 'finding')} about the whole scan", "findings"
-            if why.no_pass:
-                text, what = visible(texts["verdict"]), "no-pass"
-            SubElement(case, "failure", message=text, type=what).text = _lines(found, result) or text
-        elif found:
-            SubElement(case, "system-out").text = _lines(found, result)
-        # CI systems read the totals from the attributes
-        suite.set("tests", str(len(suite.findall("testcase"))))
-        for kind, name in (("failure", "failures"), ("error", "errors"), ("skipped", "skipped")):
-            suite.set(name, str(len(suite.findall(f"testcase/{kind}"))))
-        suite.attrib |= _time(result.runs, result)
-        ElementTree.indent(root)
-        return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
+def junit(result: ScanResult) -> str:
+    """The suite as a document."""
+    why, said = failure(result), statements(result)
+    texts = {each.kind: each.text for each in said}
+    failures = {name: each.text_of(name) for each in said if each.kind == "failure" for name in each.runs}
+    root = Element("testsuites", name="lowprec-check")
+    suite = SubElement(root, "testsuite", name=visible(without_folders(result.target)))
+    properties = {"verdict": texts["verdict"], "fail-on": why.fail_on, "model": title(result)}
+    properties |= {"machine": machine(result), "tool": result.tool}
+    if not result.is_forward:
+        properties["training"] = texts["scope"]
+    if "prediction" in texts:
+        properties["prediction"] = texts["prediction"]
+    element = SubElement(suite, "properties")
+    for name, value in properties.items():
+        SubElement(element, "property", name=name, value=visible(value, 1000))
+    model = visible(result.model.name)
+    for run in result.runs:
+        name = visible(f"{label(run)} on {run.device}")
+        case = SubElement(suite, "testcase", {"classname": model, "name": name} | _time([run], result))
+        _add_outcome(case, run, result, why, visible(without_folders(failures.get(label(run), ""))))
+    # the case of the scan: a failure without a passing run, an error if it ended early
+    case = SubElement(suite, "testcase", classname=model, name=VERDICT)
+    about_all = [d for d in result.diagnostics if not any(d.is_about(run) for run in result.runs)]
+    found = [d for d in about_all if not d.accepted]
+    counting = [d for d in why.findings if d in about_all]
+    if why.ended_early:
+        SubElement(case, "error", message="the scan ended early", type="incomplete")
+    if why.no_pass or counting:
+        text, what = f"{counted(len(counting), 'finding')} about the whole scan", "findings"
+        if why.no_pass:
+            text, what = visible(texts["verdict"]), "no-pass"
+        SubElement(case, "failure", message=text, type=what).text = _lines(found, result) or text
+    elif found:
+        SubElement(case, "system-out").text = _lines(found, result)
+    # CI systems read the totals from the attributes
+    suite.set("tests", str(len(suite.findall("testcase"))))
+    for kind, name in (("failure", "failures"), ("error", "errors"), ("skipped", "skipped")):
+        suite.set(name, str(len(suite.findall(f"testcase/{kind}"))))
+    suite.attrib |= _time(result.runs, result)
+    ElementTree.indent(root)
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
 
 
 def _time(runs: Sequence[Run], result: ScanResult) -> dict[str, str]:
@@ -119,6 +107,3 @@ def _lines(found: Sequence[Diagnostic], result: ScanResult) -> str:
     if len(lines) > MOST_LINES:
         lines[MOST_LINES:] = [f"and {len(lines) - MOST_LINES:,} more"]
     return without_folders("\n".join(lines))
-
-
-FORMAT = JUnitFormat()

@@ -16,7 +16,6 @@ from lowprec_check.analysis.rules.registry import rules
 from lowprec_check.errors import encodable
 from lowprec_check.report.foreign_text import visible, without_folders
 from lowprec_check.report.places import FileLine, Place, places, told
-from lowprec_check.report.registry import ReportFormat
 from lowprec_check.report.scan_document import machine, title
 from lowprec_check.schema.scan_result import Diagnostic, ScanResult
 from lowprec_check.schema.statements import counted, some
@@ -40,68 +39,58 @@ _BY_NAME = (
 )
 
 
-class SarifFormat(ReportFormat):
-    """SARIF 2.1.0: one run, with one result per finding and place, even if several precisions and
-    modules show it.
-
-    Findings that the baseline accepts are left out: code scanning ignores `suppressions`.
-    """
-
-    name = "sarif"
-    suffixes = (".sarif", ".sarif.json")
-
-    def render(self, result: ScanResult) -> str:
-        """The findings as JSON."""
-        merged, said = places(result)[:MOST_RESULTS], told(result)
-        codes = sorted({place.group.code for place in merged})
-        foreign = sum(not place.is_own for place in merged)
-        tool, _, version = visible(result.tool).rpartition(" ")
-        home = _home_page()
-        driver: dict[str, Any] = {"name": tool or version}
-        if tool and version:
-            driver["version"] = version
-        if home:
-            driver["informationUri"] = home
-        driver["rules"] = []
-        for code in codes:
-            example = next(place.group for place in merged if place.group.code == code)
-            rule, name = rules().get(code), visible(example.name)
-            # a saved result may have findings of rules that this version lacks
-            summary_text = manual = name or "Finding"
-            severity = example.severity
-            if rule:
-                summary_text, manual, severity = rule.summary, rule.manual, rule.severity
-            description = manual
-            if len(manual) > LONGEST_DESCRIPTION:  # its first paragraphs
-                first = manual[: LONGEST_DESCRIPTION + 1].rpartition("\n\n")[0]
-                description = first or f"{manual[: LONGEST_DESCRIPTION - 1]}…"
-            entry = {
-                "id": visible(code),
-                "name": "".join(part.capitalize() for part in re.findall(r"\w+", name)) or "Finding",
-                "shortDescription": {"text": summary_text},
-                "fullDescription": {"text": description},
-                "help": {"text": manual, "markdown": manual},
-                "defaultConfiguration": {"level": severity},
-                "properties": {"tags": ["low-precision", "pytorch"]},
-            }
-            driver["rules"].append(entry)
-        said_of = {"verdict": said["verdict"], "model": title(result), "machine": machine(result)}
-        properties = {name: visible(text) for name, text in said_of.items()}
-        if "prediction" in said:
-            properties["prediction"] = visible(said["prediction"], 1000)
-        run: dict[str, Any] = {
-            "tool": {"driver": driver},
-            "columnKind": "unicodeCodePoints",
-            "originalUriBaseIds": _BASES,
-            "results": [_result(*pair, codes, result) for pair in zip(merged, fingerprints(merged), strict=True)],
-            "properties": properties,
+def sarif(result: ScanResult) -> str:
+    """The findings as JSON."""
+    merged, said = places(result)[:MOST_RESULTS], told(result)
+    codes = sorted({place.group.code for place in merged})
+    foreign = sum(not place.is_own for place in merged)
+    tool, _, version = visible(result.tool).rpartition(" ")
+    home = _home_page()
+    driver: dict[str, Any] = {"name": tool or version}
+    if tool and version:
+        driver["version"] = version
+    if home:
+        driver["informationUri"] = home
+    driver["rules"] = []
+    for code in codes:
+        example = next(place.group for place in merged if place.group.code == code)
+        rule, name = rules().get(code), visible(example.name)
+        # a saved result may have findings of rules that this version lacks
+        summary_text = manual = name or "Finding"
+        severity = example.severity
+        if rule:
+            summary_text, manual, severity = rule.summary, rule.manual, rule.severity
+        description = manual
+        if len(manual) > LONGEST_DESCRIPTION:  # its first paragraphs
+            first = manual[: LONGEST_DESCRIPTION + 1].rpartition("\n\n")[0]
+            description = first or f"{manual[: LONGEST_DESCRIPTION - 1]}…"
+        entry = {
+            "id": visible(code),
+            "name": "".join(part.capitalize() for part in re.findall(r"\w+", name)) or "Finding",
+            "shortDescription": {"text": summary_text},
+            "fullDescription": {"text": description},
+            "help": {"text": manual, "markdown": manual},
+            "defaultConfiguration": {"level": severity},
+            "properties": {"tags": ["low-precision", "pytorch"]},
         }
-        # results outside the repository: code scanning cannot show their lines
-        if foreign:
-            note = {"level": "warning", "message": {"text": f"{counted(foreign, 'result')} {_BY_NAME}"}}
-            run["invocations"] = [{"executionSuccessful": True, "toolExecutionNotifications": [note]}]
-        log = {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
-        return json.dumps(log, indent=2, ensure_ascii=False) + "\n"
+        driver["rules"].append(entry)
+    said_of = {"verdict": said["verdict"], "model": title(result), "machine": machine(result)}
+    properties = {name: visible(text) for name, text in said_of.items()}
+    if "prediction" in said:
+        properties["prediction"] = visible(said["prediction"], 1000)
+    run: dict[str, Any] = {
+        "tool": {"driver": driver},
+        "columnKind": "unicodeCodePoints",
+        "originalUriBaseIds": _BASES,
+        "results": [_result(*pair, codes, result) for pair in zip(merged, fingerprints(merged), strict=True)],
+        "properties": properties,
+    }
+    # results outside the repository: code scanning cannot show their lines
+    if foreign:
+        note = {"level": "warning", "message": {"text": f"{counted(foreign, 'result')} {_BY_NAME}"}}
+        run["invocations"] = [{"executionSuccessful": True, "toolExecutionNotifications": [note]}]
+    log = {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
+    return json.dumps(log, indent=2, ensure_ascii=False) + "\n"
 
 
 @functools.cache
@@ -198,6 +187,3 @@ def fingerprints(merged: Sequence[Place]) -> Iterator[str]:
     for index, key in enumerate(keys):
         text = f"{key}\x1f{alike[key].index(index)}"
         yield hashlib.sha256(encodable(text).encode()).hexdigest()[:16]
-
-
-FORMAT = SarifFormat()
