@@ -19,18 +19,23 @@ from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult, skipped
 
 
-def conclude(result: ScanResult) -> ScanResult:
-    """The result with its recommendation and diagnostics, as its options select them."""
-    options = result.options
+def advised(result: ScanResult) -> ScanResult:
+    """The result with its recommendation, without the reason."""
     about = {**result.environment, "torch": result.torch}
-    prefer = options.get("prefer", "speed")
+    prefer = result.options.get("prefer", "speed")
     advisors = [advisor for advisor in objects_of_features("advice", Advisor) if advisor.advises(result)]
     if advisors:
         advice = advisors[0].recommend(result, about, prefer)
     else:
         advice = recommend(result.runs, result.model, about, prefer)
+    return msgspec.structs.replace(result, recommendation=advice)
+
+
+def conclude(result: ScanResult) -> ScanResult:
+    """The result with its recommendation and diagnostics, as its options select them."""
     # rules look at the recommendation, statements at both
-    result = msgspec.structs.replace(result, recommendation=advice)
+    options, result = result.options, advised(result)
+    advice = result.recommendation
     diagnostics = diagnose(result, options.get("select", ()), options.get("ignore", ()))
     result = msgspec.structs.replace(result, diagnostics=diagnostics)
     said = statements(result)

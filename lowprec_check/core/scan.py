@@ -11,7 +11,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from lowprec_check.analysis.conclusion import as_wanted, conclude
+from lowprec_check.analysis.conclusion import advised, as_wanted, conclude
 from lowprec_check.analysis.recommend import recommended_run
 from lowprec_check.analysis.rules.registry import check_codes
 from lowprec_check.analysis.run_summary import vanishes
@@ -185,7 +185,7 @@ def growing_scan(
                 yield result
 
         if options.explain in (None, "recommended") and not options.explains_all and mode.is_forward:
-            best, labels = recommended_run(conclude(result)), set[str | None]()
+            best, labels = recommended_run(advised(result)), set[str | None]()
             # A run on another backend is explained by one in eager mode.
             if best is not None:
                 labels = {best.key.label, best.explained_by}
