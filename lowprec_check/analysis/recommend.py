@@ -13,6 +13,7 @@ from lowprec_check.analysis.run_summary import (
     degenerate_output,
     error_of,
     is_cast,
+    is_hopeless,
     is_unjudged,
     lacked_time,
     memory_ratio,
@@ -31,7 +32,7 @@ from lowprec_check.schema.scan_result import ModelInfo, Run, ScanResult
 SAME_MEMORY = 1.05  # peaks within this factor are the same: allocators differ, and processes vary a little
 APART = 1.15  # two runs are about as fast if their medians, or the safe ends of their intervals, are no further apart
 WIDEST = 4.0  # a ratio on neither side of 1 says nothing if its interval spans more than this factor
-VERY_SLOW = 0.1  # at most so fast is a run whose first call is so much slower than fp32's that it was its only one
+VERY_SLOW, SLOW = 0.1, 0.5  # at most so fast is a run whose first call was its only one: 20 times slower, or twice
 
 
 class Advisor(NamedTuple):
@@ -227,7 +228,8 @@ def assumed_speed(run: Run, runs: Sequence[Run]) -> AssumedSpeed:
         rounds = run.latency.speedup if run.latency else None
         return AssumedSpeed(ratio, low, rounds is not None and rounds.one_core)
     if run.judged_by_one_call:
-        return AssumedSpeed(VERY_SLOW, VERY_SLOW)
+        ratio = VERY_SLOW if is_hopeless(run) else SLOW
+        return AssumedSpeed(ratio, ratio)
     # the end of the interval that is next to 1
     ratio = min(max(1.0, low), high)
     return AssumedSpeed(ratio, min(low, ratio) if against_fp32.ratio is not None else ratio)

@@ -41,6 +41,14 @@ def candidates(runs: Sequence[Run]) -> list[Run]:
     return [run for run in runs if not run.is_reference]
 
 
+HOPELESS = 20.0  # times as long as fp32: with such a call, nothing more is tried
+
+
+def is_hopeless(run: Run) -> bool:
+    """Whether its only call took so much longer than fp32's that no trial is made with it."""
+    return run.judged_by_one_call and (run.one_call_ratio is None or run.one_call_ratio > HOPELESS)
+
+
 def plan_starts(runs: Sequence[Run], *, wanted: bool | None) -> list[Run]:
     """The failing runs from which a scan searches for a plan; none if it does not.
 
@@ -54,7 +62,7 @@ def plan_starts(runs: Sequence[Run], *, wanted: bool | None) -> list[Run]:
     return [
         run
         for run in tried
-        if run.precision in bases and run.status not in ("ok", "unjudged") and (wanted or not run.judged_by_one_call)
+        if run.precision in bases and run.status not in ("ok", "unjudged") and (wanted or not is_hopeless(run))
     ]
 
 

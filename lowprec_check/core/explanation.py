@@ -17,8 +17,8 @@ from lowprec_check.core.memory_limits import allowance
 from lowprec_check.core.messages import GapFound, OpCallsFound, Reporter, Send, Started
 from lowprec_check.core.plain_part import Fp32Outputs
 from lowprec_check.core.preparation import in_eager_mode, in_fp32, kernels_of, prepared_for
-from lowprec_check.core.tasks import RunTask
-from lowprec_check.core.trace.execution import Emulation
+from lowprec_check.core.tasks import HOPELESS_RATIO, RunTask
+from lowprec_check.core.trace.execution import SLOW_RATIO, Emulation
 from lowprec_check.core.trace.instrument import Options, fp32_state, run_instrumented
 from lowprec_check.engine.model.plain_run import run_once
 from lowprec_check.engine.model.run_so_far import EXPLAINED, RunSoFar
@@ -44,7 +44,9 @@ def explain(task: RunTask, target: Target, report: Reporter, outputs: list[Tenso
     report.send(Started(seconds=task.measure_budget, op_seconds=op_seconds))
     started = system.thread_time()
     with report.faults_of("instrumenting"):
-        emulation = Emulation(dict(task.slow), dict(task.crashed), measure_once=measure_once)
+        # In a format that is not accelerated, it saves time from the first slow call on.
+        ratio = HOPELESS_RATIO if report.run.judged_by_one_call else SLOW_RATIO
+        emulation = Emulation(dict(task.slow), dict(task.crashed), measure_once=measure_once, slow_ratio=ratio)
         instrumented = instrument(task, target, report.send, emulation=emulation, outputs=outputs)
         add_explanation(Explained(task, target, report, outputs, started), instrumented)
 

@@ -154,6 +154,9 @@ class PlainPart:
                 self.probed = saved.probe._replace(tensors=tensors)
                 run = msgspec.structs.replace(run, compared_module=saved.probe.module)
                 run = with_verdict(run, *judge(tensors, saved.probe.tensors, task.tolerance))
+        if run.judged_by_one_call and task.fp32_ms:
+            seconds = max(0.0, so_far.seconds - task.fp32_setup)
+            run = msgspec.structs.replace(run, one_call_ratio=seconds * 1e3 / task.fp32_ms)
         self.report.update(msgspec.structs.replace(so_far, run=run))
 
     def draw_as_eager(self, context: contextlib.ExitStack) -> None:

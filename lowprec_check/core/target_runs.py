@@ -307,12 +307,12 @@ class TargetRuns:
         return explained_by(run, eager)
 
     def explained(self, run: Run) -> Run:
-        """``run``, which passes clearly and has no errors of ops, with them if there is time."""
-        if not run.op_calls or not passes_clearly(run) or any(run.op_calls.accumulated_error):
+        """``run``, which passes clearly and has no errors of ops, with them unless it is slow."""
+        if run.judged_by_one_call or not run.op_calls or not passes_clearly(run) or any(run.op_calls.accumulated_error):
             return run
         if self.long_calls is not None and self.long_calls.begin_run() is not None:
             return run
-        task = dataclasses.replace(self.task_to_time(run), explains_all=True, measure_once=run.judged_by_one_call)
+        task = dataclasses.replace(self.task_to_time(run), explains_all=True)
         outcome = self.launcher.do(dataclasses.replace(task, so_far=RunSoFar(run=run, is_judged=True)))
         if outcome.so_far is None or not outcome.is_explained:
             return run

@@ -31,8 +31,8 @@ OP_SECONDS = 1.0
 """An op may take so long, or as long as two fp32 forwards, before it is taken to be too slow."""
 LONG_CALL = 10.0
 """Seconds of a call that is made once, plain, and once op by op."""
-HOPELESS_RATIO, HOPELESS_SECONDS = 20.0, 0.25
-"""Times as long as fp32, and seconds, that end the calls in a format that is not accelerated."""
+HOPELESS_RATIO, HOPELESS_SECONDS = 2.0, 0.25
+"""Times as long as fp32's first call, and seconds, that end calls in formats not accelerated."""
 
 OUTPUTS = "outputs"
 """The name of the file of the fp32 run's outputs."""
@@ -192,7 +192,8 @@ class ModelTask:
         """A longer call decides about the run: the hardware cannot make it faster."""
         if self.fp32_ms is None or self.accelerated or not self.mode.is_forward:
             return math.inf
-        return self.fp32_setup + max(HOPELESS_SECONDS, HOPELESS_RATIO * self.fp32_ms / 1e3)
+        first = self.fp32_setup + self.fp32_ms / 1e3
+        return max(self.fp32_setup + HOPELESS_SECONDS, HOPELESS_RATIO * first)
 
     @property
     def progress(self) -> tuple[str, str]:

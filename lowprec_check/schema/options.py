@@ -301,7 +301,7 @@ class ScanOptions(DeclaredOptions):
     thorough: bool = option(
         False,
         "Run every precision as often as those that the device accelerates.",
-        details="Otherwise one whose first call takes 20 times as long as fp32's, and that is not "
+        details="Otherwise one whose first call takes twice as long as fp32's, and that is not "
         "accelerated, is judged by this call.",
         group=THOROUGH,
         listed=False,

@@ -215,7 +215,9 @@ class Run(Struct, frozen=True, kw_only=True):
     compiled: bool = False
     """Whether the plain part ran compiled code; the instrumented part runs in eager mode."""
     judged_by_one_call: bool = False
-    """Whether one call, 20 times as slow as fp32's in a format without acceleration, sufficed."""
+    """Whether one call, twice as slow as fp32's in a format without acceleration, sufficed."""
+    one_call_ratio: float | None = None
+    """How many times as long as fp32 this call took; ``None`` in older files: over 20."""
     random: bool = False
     """Whether the model drew random numbers."""
     output_is_zero: bool = False

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import lowprec_check
 from lowprec_check import Run, ScanResult
-from lowprec_check.analysis.run_summary import passes_clearly
+from lowprec_check.analysis.run_summary import passes_clearly, plan_starts
 from lowprec_check.schema.measures import InputsTried
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.verdict import ErrorStats
@@ -96,6 +96,13 @@ def test_what_is_written_decides_what_is_explained(tmp_path: Path, call: Any) ->
         result = ScanResult.load(saved)
         assert [run.status for run in result.runs] == ["ok"] * 3
         assert sum(map(has_errors, result.runs)) == explained
+
+
+def test_trials_go_on_with_a_run_whose_only_call_was_a_few_times_slower_than_fp32() -> None:
+    fails = run_of("inaccurate", 2e-2, judged_by_one_call=True, one_call_ratio=3.0)
+    assert plan_starts([fails], wanted=None) == [fails]
+    for ratio in (30.0, None):  # older files save no ratio
+        assert plan_starts([msgspec.structs.replace(fails, one_call_ratio=ratio)], wanted=None) == []
 
 
 def test_gaps_and_statuses_do_not_depend_on_what_is_explained() -> None:

@@ -70,6 +70,8 @@ def test_a_hopelessly_slow_run_is_called_once_and_explained(
     assert log.read_text() == "hh"  # the plain part, and the instrumented part
     assert half.status == "ok"
     assert half.judged_by_one_call
+    assert half.one_call_ratio is not None
+    assert half.one_call_ratio > 20
     assert half.peak_memory_bytes is None
     assert half.complete
     assert half.perturbed is False

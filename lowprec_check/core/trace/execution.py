@@ -55,7 +55,9 @@ class Emulation:
         crashed: dict[CallSite, str] | None = None,
         *,
         measure_once: bool = False,
+        slow_ratio: float = SLOW_RATIO,
     ) -> None:
+        self._slow_ratio = slow_ratio
         self.slow = dict(slow or {})
         self.crashed = dict(crashed or {})
         self.measure_once = measure_once
@@ -70,7 +72,7 @@ class Emulation:
 
     def add_timing(self, op: str, seconds: float, reference_seconds: float) -> None:
         """Record the times of a call; with ``measure_once``, emulate a slow kernel from then on."""
-        if not self.measure_once or seconds <= max(SLOW_SECONDS, SLOW_RATIO * reference_seconds):
+        if not self.measure_once or seconds <= max(SLOW_SECONDS, self._slow_ratio * reference_seconds):
             return
         if seconds <= COLD_SECONDS and op not in self._slow_once:
             self._slow_once.add(op)

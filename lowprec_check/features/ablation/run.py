@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from lowprec_check.analysis.error_shares import UNCHANGED, BlamedModules, blamed_modules
+from lowprec_check.analysis.run_summary import is_hopeless
 from lowprec_check.core.feature_hooks import Feature
 from lowprec_check.core.target_runs import TargetRuns
 from lowprec_check.features.ablation.uncovering import uncovered
@@ -31,7 +32,7 @@ class AblationFeature(Feature):
         blamed = None
         if run.is_eager and run.training is None:
             blamed = blamed_modules(run)
-        if blamed is None or run.judged_by_one_call or (run.latency_ms or 0.0) > SLOWEST_MS:
+        if blamed is None or is_hopeless(run) or (run.latency_ms or 0.0) > SLOWEST_MS:
             return run
         ablation, faults = _tried(batches, run, blamed), list[UncoveredFault]()
         # Constants with which the run passes hide nothing.

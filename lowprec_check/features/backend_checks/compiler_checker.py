@@ -57,7 +57,7 @@ class CompilerChecker:
         self._calls: list[Corners | None] = []
 
     def checks(self) -> Iterator[CompilerCheck]:
-        """The check, then again with the verdict on emulated casts; nothing if outputs cannot be compared."""
+        """The check, then again with emulated casts; nothing if outputs cannot be compared."""
         calls = [self.corners(self.target.inputs)]
         if calls[0] is None:
             return

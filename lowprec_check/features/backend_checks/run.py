@@ -49,11 +49,11 @@ def check_compiler(part: PlainPart) -> None:
         checker = _compiler_checker(part)
         for check in checker.checks():
             report.add(compiler=check)
-        # A compiler that is worse in a run that passes is a warning: it takes a minute to find the pass.
-        check, asked = report.run.compiler, task.explains_all or report.run.status != "ok"
-        if check is not None and check.verdict == "worse" and asked:
+        # In a run that passes it is a warning, which is not worth a minute of search.
+        last_check, asked = report.run.compiler, task.explains_all or report.run.status != "ok"
+        if last_check is not None and last_check.verdict == "worse" and asked:
             report.send(Started(seconds=task.measure_budget, doing="bisecting the compiler"))
-            report.add(compiler=msgspec.structs.replace(check, culprit=checker.bisect()))
+            report.add(compiler=msgspec.structs.replace(last_check, culprit=checker.bisect()))
 
 
 def add_layer_errors(part: PlainPart) -> None:

@@ -9,6 +9,7 @@ from collections import defaultdict
 import msgspec
 
 from lowprec_check.analysis.error_shares import is_trusted
+from lowprec_check.analysis.run_summary import is_hopeless
 from lowprec_check.core.feature_hooks import Explained
 from lowprec_check.core.plain_part import Fp32Outputs
 from lowprec_check.core.preparation import in_eager_mode, prepared_for
@@ -35,7 +36,7 @@ def measure_shares(explained: Explained) -> None:
     if outputs is None or budget is None or not (is_trusted(budget) and budget.measured):
         return
     # Another call would give other outputs, or take too long.
-    if so_far.run.random or so_far.run.judged_by_one_call:
+    if so_far.run.random or is_hopeless(so_far.run):
         return
     if task.is_reference or task.keep_fp32 or task.evidence == "predicted":
         return

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from lowprec_check.analysis.run_summary import is_hopeless
 from lowprec_check.core.feature_hooks import Feature
 from lowprec_check.core.target_runs import TargetRuns
 from lowprec_check.features.plan.input_trials import InputTrials, is_input_suspect
@@ -26,7 +27,7 @@ class PlanFeature(Feature):
     def after_run(self, batches: Sequence[TargetRuns], run: Run) -> Run:
         """``run`` with what inputs in fp32 change, if their cast may be why it fails."""
         fp32 = batches[0].fp32
-        is_slow = run.judged_by_one_call or (run.latency_ms or 0.0) > SLOWEST_MS
+        is_slow = is_hopeless(run) or (run.latency_ms or 0.0) > SLOWEST_MS
         if fp32 is None or is_slow or not run.is_eager or not run.is_forward or not is_input_suspect(run):
             return run
         return msgspec.structs.replace(run, input_trials=InputTrials(batches, run, Objective(fp32).reached).trials)

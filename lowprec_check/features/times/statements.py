@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lowprec_check.analysis.run_summary import reference_of
+from lowprec_check.analysis.run_summary import HOPELESS, reference_of
 from lowprec_check.analysis.speed import (
     CHANGED,
     cores_were_used,
@@ -109,8 +109,9 @@ def one_call(run: Run, result: ScanResult) -> Made:
     speedup = in_turns(run)
     if run.judged_by_one_call and run.format is not None:
         hint = "{format:text} is not accelerated here (--thorough calls it again)"
-        words = f"judged by one call, which took over 20 times as long as fp32's: {hint}"
-        return Said(say(words, format=run.format.short), "warn")
+        ratio, over = (run.one_call_ratio, "") if run.one_call_ratio else (HOPELESS, "over ")
+        words = f"judged by one call, which took {over}{{ratio:times}} as long as fp32's: {hint}"
+        return Said(say(words, ratio=ratio, format=run.format.short), "warn")
     if speedup is None or speedup.rounds:
         return None
     fastest = "the fastest of " if run.calls > 1 else ""
