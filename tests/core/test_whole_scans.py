@@ -448,7 +448,8 @@ def test_progress_shows_the_trials_of_a_search() -> None:
     seen: list[tuple[str, str]] = []
     source = load_here(TargetSpec(str(ROOT / "examples/t5_feed_forward.py")), 0)
     source.on_progress = lambda run, doing: seen.append((run, doing))
-    options = ScanOptions(precisions=["autocast-fp16"], plan=True, times="off", device="cpu", further_inputs=0)
+    how: Any = {"times": "off", "device": "cpu", "further_inputs": 0, "explain": "failing"}
+    options = ScanOptions(precisions=["autocast-fp16"], plan=True, **how)
     result = scan_target(source, "fork", options)
     assert result.plan is not None
     steps = [doing for run, doing in seen if run == "plan from autocast-fp16"]
