@@ -112,7 +112,7 @@ class ModelCode(NamedTuple):
     place: str
     """Where the code belongs, as a comment: a line of a script; empty if it stands alone."""
     names: dict[str, str]
-    """By ``model`` and ``inputs``, the expressions for them at that place, if they differ."""
+    """The expressions for ``model`` and ``inputs`` at that place; ``torch``, if it is imported."""
     imports: list[str]
     body: list[str]  # lines, some of them several, that set `model` and `inputs`
     autocast: str | None
@@ -126,7 +126,7 @@ class ModelCode(NamedTuple):
         imports = [*self.imports]
         if any("tree_map_only" in line for line in lines):
             imports.append("from torch.utils._pytree import tree_map_only")
-        if self.names and not any("torch." in line for line in lines):
+        if "torch" in self.names or (self.names and not any("torch." in line for line in lines)):
             imports.remove("import torch")
         separated = [*imports, "", *lines] if imports else lines
         code = with_names(without_rebinding("\n".join(separated)), self.names)

@@ -176,7 +176,7 @@ def _after_a_death(launcher: Launcher, task: RunTask, outcome: Outcome, again: A
     """Once more if its process died in the plain part: it may have been killed."""
     if not outcome.died_in_plain_part:
         if outcome.ended in ("crashed", "timeout") and outcome.run is not None and outcome.position is None:
-            reason = outcome.reason or f"the budget of {task.call_budget:g} s ended"
+            reason = outcome.reason or f"the budget of {task.call_budget:.3g} s ended"
             outcome.notes.append(f"{reason} {AFTER_VERDICT}")
         return outcome
     second = again(task.mode.simpler(task) or task)

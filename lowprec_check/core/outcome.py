@@ -155,7 +155,7 @@ class Outcome:
             return None
         what = self.reason
         if self.ended != "crashed":
-            what = f"the budget of {budget:g} s ended"
+            what = f"the budget of {budget:.3g} s ended"
         if self.position is None:
             return what
         return f"{what}, {'at' if self.position.in_op else 'after'} {describe_position(self.position)}"
@@ -248,7 +248,7 @@ def _end_of_plain_part(task: RunTask, outcome: Outcome, run: Run) -> dict[str, A
 def _why_late(task: RunTask, outcome: Outcome, which: str = "") -> str:
     where = f", at {outcome.line}" if outcome.line else ""
     seconds = outcome.started.seconds if outcome.started is not None else task.call_budget
-    return f"exceeded the budget of {seconds:g} s{which}{where}"
+    return f"exceeded the budget of {seconds:.3g} s{which}{where}"
 
 
 def explained_by(run: Run, eager: Run) -> Run:

@@ -52,7 +52,9 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     setup: list[str] = []
     """Code that makes ``model`` and ``inputs`` from the file's definitions."""
     names: dict[str, str] = {}
-    """By ``model`` and ``inputs``, the expressions for them in the script that calls the model."""
+    """By ``model`` and ``inputs``, the expressions for them in the script that calls the model; by
+    ``torch``, if code that belongs there need not import it.
+    """
     castable: bool = True
     """Whether ``tree_map`` reaches every tensor of the inputs."""
     layout: InputLayout = InputLayout(kind="nested")

@@ -294,6 +294,8 @@ def gain(run: Run, result: ScanResult) -> Made:
         how_fast, memory = None, None
     elif advised == "stay" and best.worth == "smaller":
         memory = None
+        if against_fp32.told == "slower":
+            how_fast = chained(say("{name:text} is", name=best.label), how_fast, between=" ")
     elif advised == "stay" and best.worth == "faster":
         how_fast = None
     elif advised == "passes":

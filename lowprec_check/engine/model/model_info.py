@@ -49,6 +49,9 @@ def describe_target(target: Target, fp32: Run, *, trains: bool = False, batches:
         kind = "script"
     elif isinstance(model, FunctionModule):
         kind, name = "function", model.name
+    names = dict(target.names)
+    if target.namespace is not None and target.namespace.get("torch") is torch:
+        names["torch"] = "torch"
     # Pasted code can cast the inputs if torch's pytree finds every tensor of them.
     inputs = (target.args, target.kwargs)
     tensors_in_pytree = sum(issubclass(type(leaf), Tensor) for leaf in tree_flatten(inputs)[0])
@@ -63,7 +66,7 @@ def describe_target(target: Target, fp32: Run, *, trains: bool = False, batches:
         call=target.form,
         calibration=target.calibration_code,
         setup=setup,
-        names=target.names,
+        names=names,
         castable=tensors_in_pytree == sum(1 for _ in leaves(inputs)),
         layout=_layout(target),
         taken=target.taken,

@@ -70,6 +70,7 @@ def test_code_runs_as_printed(
     request, code = code_of(name, "half")
     assert first in code.splitlines()[:2]
     assert len(code.splitlines()) <= 7
+    assert ("import torch" in code) == (not code.startswith("# in ")), "the file has imported it"
     trial = executed(request)
     assert (trial.status, trial.reason) == ("ran", "")
     assert trial.rel_l2 is not None
