@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 import time
@@ -106,12 +105,12 @@ inputs = torch.randn(4, 8)
 
 
 @pytest.mark.slow
-def test_a_crash_names_the_op_and_the_rest_is_scanned(tmp_path: Path) -> None:
+def test_a_crash_names_the_op_and_the_rest_is_scanned(tmp_path: Path, call: Call) -> None:
     """An op that kills its process is emulated, and the gaps after it are found."""
     script = tmp_path / "deadly.py"
     forward = "return torch.quantile(torch.ops.odd.op(self.linear(x)), 0.5)"
     script.write_text(ODD_OP.format(in_half="signal.raise_signal(signal.SIGSEGV)", forward=forward))
-    result = scan_file(script, "-p", "half")
+    result = scan_file(call, script, "-p", "half", "--times", "off")
     half = result.run("half")
     assert half.status == "crashed"
     assert "odd.op.default" in (half.reason or "")
@@ -123,11 +122,11 @@ def test_a_crash_names_the_op_and_the_rest_is_scanned(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_slow_kernel_is_measured_once_and_emulated(tmp_path: Path) -> None:
+def test_a_slow_kernel_is_measured_once_and_emulated(tmp_path: Path, call: Call) -> None:
     script = tmp_path / "slow.py"
     forward = "for _ in range(20): x = torch.ops.odd.op(self.linear(x))\n        return x"
     script.write_text(ODD_OP.format(in_half="time.sleep(0.3)", forward=forward))
-    result = scan_file(script, "-p", "half", "--budget", "5", "--no-plan", "--further-inputs", "0")
+    result = scan_file(call, script, "-p", "half", "--budget", "5", "--no-plan", "--further-inputs", "0")
     half = result.run("half")
     assert half.status == "timeout"
     assert half.complete
@@ -136,10 +135,10 @@ def test_a_slow_kernel_is_measured_once_and_emulated(tmp_path: Path) -> None:
     assert {"LP106", "LP903"} <= {d.code for d in result.diagnostics}
 
 
-def scan_file(path: Path, *options: str) -> ScanResult:
+def scan_file(call: Call, path: Path, *options: str) -> ScanResult:
     output = path.with_suffix(".json")
-    command = [sys.executable, "-m", "lowprec_check", "scan", str(path), "--json", str(output), "--fail-on", "never"]
-    subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL)
+    done = call("scan", path, "--json", output, "--fail-on", "never", *options)
+    assert done.returncode == 0, done.stderr
     return ScanResult.load(output)
 
 

@@ -155,9 +155,8 @@ def test_a_worker_that_dies_costs_its_row_only(tmp_path: Path, name: str, monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", [RESTORED["nothing"], LEFT["a function of torch"], DEADLY["SIGSEGV"][0]])
-def test_rows_are_those_of_fresh_interpreters(tmp_path: Path, line: str) -> None:
-    source = source_of(tmp_path, line)
+def test_rows_are_those_of_fresh_interpreters(tmp_path: Path) -> None:
+    source = source_of(tmp_path, LEFT["a function of torch"])
     same_rows(scanned(source, "shared"), scanned(source, "spawn"))
 
 

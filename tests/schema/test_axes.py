@@ -197,7 +197,11 @@ import json, os, sys
 import torch
 from lowprec_check import scan
 from lowprec_check.cli.main import main
+from lowprec_check.core.feature_hooks import features
+from lowprec_check.features.printed_code import run
 
+features()
+run.METHOD = "fork"
 for line in sys.stdin:
     fork = os.fork()
     if fork == 0:

@@ -25,7 +25,7 @@ from lowprec_check.schema.scanned_model import STREAMED
 LEAST_SECONDS, PART_OF_SCAN = 10.0, 0.25
 """The code may take so much of the time of the scan, or so many seconds."""
 METHOD: Method = "spawn"
-"""How the process of the code starts: nothing is imported in it yet. Most tests fork it."""
+"""How the process of the code starts where runs are forks: as new. Most tests fork it."""
 
 
 class PrintedCodeFeature(Feature):
@@ -46,7 +46,8 @@ class PrintedCodeFeature(Feature):
         if is_here and from_file and fp32.status == "ok":
             decode = partial(msgspec.msgpack.decode, type=CodeTrial)
             self._started = system.monotonic()
-            self._worker = FunctionWorker(wait_and_execute, decode, method=METHOD)
+            method: Method = METHOD if runs.isolation == "fork" else "spawn"
+            self._worker = FunctionWorker(wait_and_execute, decode, method=method)
 
     def after_runs(self, batches: Sequence[TargetRuns], result: ScanResult, options: ScanOptions) -> ScanResult | None:
         """Execute the code in it."""
