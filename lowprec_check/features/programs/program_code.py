@@ -90,7 +90,11 @@ def _unplaced_forms(program: ProgramScan, assigned: Assignments) -> Iterator[lis
     kinds = {PRECISIONS.get(name).kind for name in precisions}
     is_plain = not any(each.keep_fp32 or each.keep_fp32_inputs for each in assignments)
     if len(precisions) == 1 and is_plain and kinds == {"cast"}:
-        pasted = _plain_casts(program, places, precisions.pop())
+        precision = precisions.pop()
+        pasted = _plain_casts(program, places, precision)
+        loaded = _loaded_low(program, [*places.values()], precision)
+        if loaded and pasted and len(places) == len({model.key for model in program.models}):
+            yield [loaded]
         if pasted:
             yield pasted
     elif len(precisions) == 1 and is_plain and kinds == {"autocast"}:
@@ -124,6 +128,31 @@ def _plain_casts(program: ProgramScan, places: Mapping[str, FirstCall], precisio
             return []
         lines.append(f"{place.path}.register_to_config(force_upcast=True)  # {pipeline} decodes in fp32 then")
     return _pasted({line: place.line for line, place in zip(lines, places.values(), strict=False)}, lines)
+
+
+def _loaded_low(program: ProgramScan, places: Sequence[FirstCall], precision: str) -> PastedCode | None:
+    """``torch_dtype=`` of the call of ``from_pretrained`` that makes a pipeline; ``None`` if none
+    does.
+    """
+    file = _file(places[0], program.target)
+    if file is None or any(place.pipeline != places[0].pipeline for place in places):
+        return None
+    lines = _lines(file)
+    made = [
+        node
+        for node in ast.walk(ast.parse("\n".join(lines)))
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == places[0].pipeline
+    ]
+    if len(made) != 1 or "import torch" not in lines:
+        return None
+    calls = [node for node in ast.walk(made[0]) if isinstance(node, ast.Call)]
+    call = next((node for node in calls if ast.unparse(node.func).endswith(".from_pretrained")), None)
+    if call is None or any(keyword.arg in (None, "torch_dtype", "dtype") for keyword in call.keywords):
+        return None
+    dtype = ast.parse(PRECISIONS.get(precision).format.dtype, mode="eval").body
+    call.keywords.append(ast.keyword("torch_dtype", dtype))
+    line = f"{places[0].line.rpartition(':')[0]}:{made[0].lineno}"
+    return PastedCode(line, ast.unparse(made[0]), is_instead=True)
 
 
 def _pasted(line_of: Mapping[str, str], lines: Sequence[str]) -> list[PastedCode]:
@@ -213,6 +242,8 @@ def patched(program: ProgramScan, pasted: Sequence[PastedCode]) -> dict[str, str
             text = text.removeprefix("import torch\n").lstrip("\n")
         if code.is_around:
             lines[start:end] = [f"    {line}" for line in lines[start:end]]
+        if code.is_instead:
+            lines[start:end] = []
         lines[start:start] = [f"{margin}{line}".rstrip() for line in text.rstrip("\n").split("\n")]
     return {file: "\n".join(lines) for file, lines in texts.items()}
 
@@ -227,6 +258,8 @@ def _placed(program: ProgramScan, code: PastedCode) -> PastedCode | None:
         return None
     # Strings over several lines cannot be indented
     is_whole = statement.lineno <= _line_number(code) <= (statement.end_lineno or 0)
+    if code.is_instead and statement.lineno != _line_number(code):
+        return None
     if code.is_around and (not is_whole or any(_spans_lines(node) for node in ast.walk(statement))):
         return None
     return msgspec.structs.replace(code, line=f"{code.line.rpartition(':')[0]}:{statement.lineno}")

@@ -187,8 +187,10 @@ def _code(program: ProgramScan) -> Iterator[Block]:
         yield Say(run.no_code, "warn", "note")
         return
     for code in run.code:
-        where = f"# {'around' if code.is_around else 'before'} {code.line}"
-        yield CodeBlock("\n".join([where, code.text]).rstrip())
+        where = "before"
+        if code.is_around or code.is_instead:
+            where = "around" if code.is_around else "in place of"
+        yield CodeBlock(f"# {where} {code.line}\n{code.text}".rstrip())
     yield Say("The program ran again with this code in it: its figures are those of this run.", role="hint")
 
 

@@ -90,6 +90,8 @@ class PastedCode(Struct, frozen=True):
     text: str
     is_around: bool = False
     """Whether it is a ``with`` statement for what that line does."""
+    is_instead: bool = False
+    """Whether it takes the place of the statement there."""
 
 
 class ProgramRun(Struct, frozen=True):

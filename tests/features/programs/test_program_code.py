@@ -11,6 +11,7 @@ import pytest
 from program_parts import PARTS
 
 from lowprec_check.engine.model.target_spec import TargetSpec
+from lowprec_check.engine.model.torchvision_ops import torchvision_works
 from lowprec_check.errors import UsageError
 from lowprec_check.features.programs.assignments import Assignment
 from lowprec_check.features.programs.program_code import forms_of_code, patched, why_no_code
@@ -269,6 +270,34 @@ def test_a_pipeline_of_diffusers_is_cast_as_a_whole(tmp_path: Path) -> None:
     mixture = tried.assigned("half", AutoencoderKL="fp32")
     (borders,) = tried.forms(mixture)
     checked(tried.pasted(borders, mixture), 1e-2)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_pipeline_that_is_loaded_gets_its_dtype_there(tmp_path: Path) -> None:
+    pytest.importorskip("diffusers")
+    # It is saved, then loaded by the script
+    making, _, using = textwrap.dedent(SD).partition("with torch.no_grad():\n")
+    loading = """
+pipe = StableDiffusionPipeline.from_pretrained(
+    FOLDER, tokenizer=None, feature_extractor=None, image_encoder=None, safety_checker=None,  # not saved
+).to("cpu")
+"""
+    folder = str(tmp_path / "saved")
+    with torchvision_works():
+        exec(f"{making}\npipe.save_pretrained({folder!r})", {"__name__": "saved"})
+    body = (
+        "import torch\nfrom diffusers import StableDiffusionPipeline\n"
+        + loading.replace("FOLDER", repr(folder))
+        + "torch.manual_seed(0)\n"
+        "text = pipe.text_encoder\nwith torch.no_grad():\n" + using
+    )
+    tried = Tried(tmp_path / "infer.py", body, ("image",))
+    assigned = tried.assigned("bfloat16")
+    loaded, whole, _ = tried.forms(assigned)
+    assert [(code.line, code.is_instead) for code in loaded] == [("infer.py:4", True)]
+    assert "safety_checker=None, torch_dtype=torch.bfloat16).to('cpu')" in loaded[0].text
+    assert whole[0].text == "import torch\n\npipe.to(torch.bfloat16)"
+    checked(tried.pasted(loaded, assigned), 5e-2)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # upcast_vae, which the pipeline itself calls, is deprecated
