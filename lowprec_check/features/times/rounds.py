@@ -215,13 +215,13 @@ class RoundSchedule:
         if latency is None or latency.speedup is None:
             return False
         speedup = latency.speedup
-        # A long call has a wide interval after one round.
-        if latency.median_ms >= LONG_SECONDS * 1e3 and _is_slower(speedup):
+        # It stays slower. A long call has a wide interval after one round.
+        if (speedup.rounds >= FEW or latency.median_ms >= LONG_SECONDS * 1e3) and _is_slower(speedup):
             return True
         enough = speedup.rounds >= ENOUGH
         margin = SAME if enough else FAR
         narrow = enough and speedup.high <= SAME * speedup.low
-        return speedup.rounds >= FEW and (narrow or speedup.low >= margin or speedup.high <= 1 / margin)
+        return speedup.rounds >= FEW and (narrow or speedup.low >= margin)
 
     def _is_settled_among_rivals(self, row: int) -> bool:
         """Whether ``row`` is slower than the fastest, or as fast; the fastest: all others are."""

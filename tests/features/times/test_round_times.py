@@ -161,6 +161,12 @@ def test_a_run_that_is_many_times_slower_is_called_in_one_round_only() -> None:
     assert [row for rows in order for row in rows].count(1) == 1
 
 
+def test_a_run_that_is_told_to_be_slower_after_a_few_rounds_gets_no_more() -> None:
+    order = taken(RoundSchedule(3, seconds=60), [0.1, 0.12, 0.101], noise=0.01)
+    assert [row for rows in order for row in rows].count(1) == FEW
+    assert len(order) >= ENOUGH
+
+
 def test_what_varies_is_timed_longer_but_not_forever() -> None:
     order = taken(RoundSchedule(2, seconds=60), [1.0, 1.0], noise=0.5)
     assert len(order) == MOST
