@@ -123,6 +123,7 @@ def row_of(result: ScanResult, request: Request, seconds: float, made_with: dict
         if run.is_reference:
             continue
         first = next(iter(failing_gaps(run)), None)
+        distance = run.distance if run.by_meaning is None else run.rel_l2
         cell = MatrixCell(
             precision=label(run),
             column=run.key.label,
@@ -131,7 +132,7 @@ def row_of(result: ScanResult, request: Request, seconds: float, made_with: dict
             degenerate=degenerate_output(run, result.runs),
             evidence=run.evidence,
             further_inputs=run.further_inputs,
-            rel_l2=_digits(run.distance if run.is_forward else None),
+            rel_l2=_digits(distance if run.is_forward else None),
             error=error_text(run) if run.rel_l2 is None or run.training else None,
             time=_digits(speed(run, result.runs).time),
             memory=_digits(memory_ratio(run, result.runs)),

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lowprec_check.core.messages import Reporter, Started
 from lowprec_check.core.preparation import OnBackend, on_backend
@@ -22,6 +22,7 @@ from lowprec_check.core.tasks import RunTask, TaskFiles
 from lowprec_check.core.trace.plain_modes import Draw, DrawsDiffer, RecordDraws, ReplayDraws, first_nonfinite
 from lowprec_check.core.trace.twins import storage_key
 from lowprec_check.engine.model.memory import measure_memory
+from lowprec_check.engine.model.output_tensors import OutputForm, OutputTensors
 from lowprec_check.engine.model.plain_run import (
     ModuleOutput,
     PlainCalls,
@@ -57,7 +58,7 @@ INFINITE = "the fp32 output has infinities: the same ones are expected in low pr
 class Fp32Outputs(NamedTuple):
     """The outputs of the fp32 run, on the CPU."""
 
-    outputs: list[list[Tensor]]
+    outputs: Sequence[OutputTensors]
     """The leaves of the output, of each call compared."""
     probe: ModuleOutput | None
     """The output of a module, if that of the model holds nothing to compare."""
@@ -65,14 +66,19 @@ class Fp32Outputs(NamedTuple):
     def save(self, files: TaskFiles) -> None:
         """Write what :meth:`load` reads; :class:`UsageError` if memory or a limit is too small."""
         outputs = [[tensor.cpu() for tensor in tensors] for tensors in self.outputs]
+        forms = [tuple(tensors.form) for tensors in self.outputs]
         probe = self.probe and (self.probe.module, self.probe.number, [tensor.cpu() for tensor in self.probe.tensors])
-        files.keep({"outputs": outputs, "probe": probe})
+        files.keep({"outputs": outputs, "forms": forms, "probe": probe})
 
     @classmethod
     def load(cls, files: TaskFiles) -> Fp32Outputs:
         """Read what the fp32 run saved."""
         saved = files.kept()
-        return cls(saved["outputs"], saved["probe"] and ModuleOutput(*saved["probe"]))
+        outputs = [
+            OutputTensors(tensors, OutputForm(*form))
+            for tensors, form in zip(saved["outputs"], saved["forms"], strict=True)
+        ]
+        return cls(outputs, saved["probe"] and ModuleOutput(*saved["probe"]))
 
 
 class PlainPart:
@@ -85,9 +91,7 @@ class PlainPart:
         self.task, self.target, self.ready, self.report = task, target, ready, report
         self._call = (ready, target.args, target.kwargs)
         self._snapshot = Snapshot(ready.model, target.rewound, parameters=task.changes_parameters)
-        self.outputs: list[list[Tensor]] = []
-        self.paths: list[str] = []
-        """Where an output has them."""
+        self.outputs: list[OutputTensors] = []
         self.warnings: list[warnings.WarningMessage] = []
         """What was warned of in the calls."""
         self.probed: ModuleOutput | None = None
@@ -135,7 +139,9 @@ class PlainPart:
             # What random numbers excuse is not known before the last call.
             until_failed=task.status_only and not task.draws,
         )
-        self.outputs, self.paths, self.warnings = calls.outputs, calls.paths, calls.warnings
+        form = OutputForm(judge=task.judge, limits=task.limits)
+        self.outputs = [outputs.as_asked(form) for outputs in calls.outputs]
+        self.warnings = calls.warnings
         changed = not task.changes_parameters and _fingerprint(self.ready.model) != before
         gaps = self.ready.call.gaps if isinstance(self.ready.call, OnBackend) else []
         so_far = msgspec.structs.replace(so_far.with_fields(gaps=gaps), changes_parameters=changed)
@@ -280,8 +286,8 @@ def judge_with_same_draws(ready: Prepared, part: PlainPart) -> None:
                 for replay in replays:
                     with replay:
                         output, _ = run_once(*call)
-                    references.append([tensor.cpu().clone() for tensor in output_tensors(output)])
-                run = judged(run, part.outputs, references, tolerance, part.paths)
+                    references.append(output_tensors(output).mapped(lambda tensor: tensor.cpu().clone()))
+                run = judged(run, part.outputs, references, tolerance)
             else:
                 replays = [ReplayDraws(part.draws[0])]
                 with replays[0]:

@@ -23,6 +23,7 @@ from lowprec_check.core.mode import mode_of
 from lowprec_check.core.target_runs import open_batches
 from lowprec_check.core.trace.plain_modes import parse_withheld
 from lowprec_check.engine.model.model_info import describe_target
+from lowprec_check.engine.model.output_measures import check_judge
 from lowprec_check.engine.model.prepared import application_of
 from lowprec_check.engine.model.target import Calibration, make_target
 from lowprec_check.engine.model.target_source import TargetSource
@@ -124,6 +125,7 @@ def growing_scan(
         lambda: machine_for(options.device_name, options.torch_version, predict=options.predict),
     )
     mode = mode_of(source, options, machine)
+    check_judge(source.target.judge, ())
     mode.load()
     with contextlib.ExitStack() as stack:
         batches = stack.enter_context(open_batches(source, options, machine, isolation, mode))
@@ -210,3 +212,4 @@ def check_options(options: ScanOptions) -> None:
         release_of(options.torch_version)
     parse_withheld(options.without_kernel)
     check_codes([*options.select, *options.ignore])
+    check_judge(options.judge, options.limit)

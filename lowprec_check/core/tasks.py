@@ -106,6 +106,10 @@ class ModelTask:
     keep_fp32_inputs: tuple[str, ...] = ()
     """Names of tensors in the inputs that a cast leaves in fp32."""
     tolerance: float | None = None
+    judge: str | None = None
+    """The measure that judges the output; ``None``: those that fit."""
+    limits: tuple[tuple[str, float], ...] = ()
+    """Limits of its figures, by measure and name."""
     seed: int = 0
     budget: float = 20.0
     """Seconds for each call and part."""

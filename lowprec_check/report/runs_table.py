@@ -144,6 +144,8 @@ def _figures(run: Run, result: ScanResult, is_brief: bool) -> dict[str, Any]:
         if error.rel_l2 is None and error.distance is not None:
             text = error_text(run) or ""
         figures["output error"] = ErrorOf(error.distance, run.tolerance, text)
+        if error.by_meaning is not None:  # its limit is none of the relative error
+            figures["output error"] = ErrorOf(error.rel_l2, None, error_text(run) or "")
     return figures
 
 

@@ -190,6 +190,27 @@ def _tolerance() -> Any:
     )
 
 
+def _judge() -> Any:
+    return option(
+        None,
+        "What to judge the output by: tokens, classes, pixels, boxes, picture, integers, or rel_l2 for none of them.",
+        unset="by what the output is",
+        group=THOROUGH,
+        metavar="MEASURE",
+    )
+
+
+def _limit() -> Any:
+    return option(
+        (),
+        "Limit of a figure of a measure, e.g. boxes.found=0.98.",
+        group=THOROUGH,
+        listed=False,
+        metavar="MEASURE.FIGURE=VALUE",
+        repeatable=True,
+    )
+
+
 def _seed() -> Any:
     return option(0, "Random seed of every run.", listed=False, metavar="N")
 
@@ -266,6 +287,8 @@ class ScanOptions(DeclaredOptions):
         "fp32", "Precision of the reference for the errors of each op.", group=THOROUGH, listed=False
     )
     tolerance: float | None = _tolerance()
+    judge: str | None = _judge()
+    limit: Words = _limit()
     seed: int = _seed()
     without_kernel: Words = _without_kernel()
     batches: int = option(
@@ -440,6 +463,8 @@ class FixOptions(DeclaredOptions):
     )
     device: DeviceName = _device()
     tolerance: float | None = _tolerance()
+    judge: str | None = _judge()
+    limit: Words = _limit()
     further_inputs: int | None = option(
         None,
         "Try the patch on so many further inputs; 0: on none.",
@@ -483,6 +508,8 @@ class PlanOptions(DeclaredOptions):
     backend: str = option(EAGER, _HOW, details=f"These are {_BACKENDS}.", metavar="NAME", names=BACKENDS.names)
     device: DeviceName = _device()
     tolerance: float | None = _tolerance()
+    judge: str | None = _judge()
+    limit: Words = _limit()
     use_metric: bool = option(
         False,
         "Judge by metric(model) from the file (higher is better) instead of the tolerance.",

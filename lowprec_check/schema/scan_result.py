@@ -29,6 +29,7 @@ from lowprec_check.schema.findings import (
     Severity,
 )
 from lowprec_check.schema.fixing import Fixing
+from lowprec_check.schema.meaning import Meaning
 from lowprec_check.schema.measures import (
     Ablation,
     BatchRanges,
@@ -305,6 +306,11 @@ class Run(Struct, frozen=True, kw_only=True):
     def rel_l2(self) -> float | None:
         """That of its output; ``None`` if nothing was compared, or it is infinite."""
         return self.output_error.rel_l2 if self.output_error else None
+
+    @property
+    def by_meaning(self) -> Meaning | None:
+        """The measure of what its output means that its status rests on; ``None``: rel_l2."""
+        return self.output_error.by_meaning if self.output_error else None
 
     @property
     def distance(self) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from lowprec_check.schema.base import Struct
+from lowprec_check.schema.meaning import Meaning
 from lowprec_check.schema.run_key import Phase
 
 Status = Literal["ok", "unjudged", "inaccurate", "nonfinite", "error", "crashed", "timeout", "skipped"]
@@ -71,10 +72,19 @@ class ErrorStats(Struct, frozen=True, kw_only=True):
     """Share of rows whose argmax agrees, for outputs shaped like a classifier's (N × classes)."""
     mismatched: float | None = None
     """Share of the integers and booleans that differ, at most over leaves; ``None`` if none."""
+    meaning: Meaning | None = None
+    """What the output means, compared with fp32's, if a measure fits it."""
+
+    @property
+    def by_meaning(self) -> Meaning | None:
+        """The measure that decides, if one does."""
+        return self.meaning if self.meaning is not None and self.meaning.decides else None
 
     @property
     def distance(self) -> float | None:
-        """What is held against the tolerance: ``rel_l2``, else ``mismatched``."""
+        """What the tolerance limits: the loss of meaning, ``rel_l2``, or ``mismatched``."""
+        if self.by_meaning is not None:
+            return self.by_meaning.loss
         return self.mismatched if self.rel_l2 is None and self.max_abs is None else self.rel_l2
 
 

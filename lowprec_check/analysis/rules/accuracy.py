@@ -48,7 +48,7 @@ from lowprec_check.schema.measures import MATTERS
 from lowprec_check.schema.module_paths import patterns
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.statements import Sentence, chained, say, say_if, short_op, some
+from lowprec_check.schema.statements import Sentence, chained, plain, say, say_if, short_op, some
 
 OUTLIER_ROUNDOFFS = 8  # unit roundoffs; rounding the exact result costs at most one
 JUMP = 4  # times the error of the inputs
@@ -94,6 +94,8 @@ def output_mismatch(result: ScanResult) -> Iterator[Finding]:
         output, limit = judged_output(run), run.tolerance or 0.0
         if run.status == "nonfinite":
             message = say("{output:text} has NaN or Inf where fp32 is finite", output=output)
+        elif run.by_meaning is not None:
+            message = plain("; ".join([run.by_meaning.text, *run.by_meaning.examples]))
         elif run.rel_l2 is not None and run.compared_output is None:
             over = "output error {error:error} exceeds the tolerance {limit:limit}"
             message = say(over, error=run.rel_l2, limit=limit)

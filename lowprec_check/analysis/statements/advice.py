@@ -248,7 +248,8 @@ def judged(run: Run, result: ScanResult) -> Made:
     part, is_near = part_of_tolerance(run), part_of_tolerance(run) >= NEAR
     if not part:
         return chained(passed, plain("all values are equal"), between=", ")
-    worst = "worst {part:share} of the tolerance" if inputs > 1 else "at {part:share} of the tolerance"
+    limit = "tolerance" if run.by_meaning is None else f"limit of {run.by_meaning.measure}"
+    worst = f"worst {{part:share}} of the {limit}" if inputs > 1 else f"at {{part:share}} of the {limit}"
     bound = None
     if is_near and further is not None and tried and further.high < _TOO_HIGH:
         bound = say("at most {high:share} of such inputs fail (95 % confidence)", high=further.high)
@@ -267,6 +268,8 @@ def judged_by(run: Run, result: ScanResult) -> Made:
     what = f" of the output of {run.compared_module}" if run.compared_module else ""
     batches = run.batch_count
     on = "{batches:count batch} of inputs" if batches == 1 else "each of {batches:count batch} of inputs"
+    if run.by_meaning is not None:
+        return chained(plain(f"judged by {run.by_meaning.measure}: {run.by_meaning.text}"), on_further(run))
     kind = "{error:percent} of the values differ" if run.rel_l2 is None else "error {error:error}"
     words = f"{kind}{{what:text}}, tolerance {{limit:limit}}, on {on}"
     error = say(words, batches=batches, error=run.distance, what=what, limit=run.tolerance)

@@ -92,6 +92,8 @@ def _inaccurate(run: Run) -> Sentence:
         return diverges(way.divergence, way)
     if run.distance is None:
         return plain("; ".join(run.notes) or "the error is infinite")
+    if run.by_meaning is not None:
+        return plain(run.by_meaning.text)
     if run.rel_l2 is None:
         return say("{share:percent} of the values differ, tolerance {limit:percent}", share=run.distance, limit=limit)
     what = f" of the output of {run.compared_module}" if run.compared_module else ""
@@ -145,7 +147,7 @@ def error_text(run: Run) -> str | None:
         return f"{percent(run.distance)} differ"
     if run.output_error is None:
         return None
-    return error_figure(run.distance)
+    return error_figure(run.rel_l2 if run.by_meaning is not None else run.distance)
 
 
 def passes_but(run: Run) -> Sentence | None:

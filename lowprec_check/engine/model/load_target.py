@@ -296,7 +296,7 @@ def _names_of_call(call: ModelCall, other_inputs: bool) -> dict[str, str]:
     return {name: code for name, code in call.names.items() if name == "model" or code.isidentifier()}
 
 
-_PARTS = ("loss", "criterion", "optimizer", "average", "metric", "calibration")
+_PARTS = ("loss", "criterion", "optimizer", "average", "metric", "judge", "calibration")
 """What a file may define besides its model and inputs."""
 
 
@@ -471,6 +471,9 @@ def _other_parts(module: types.ModuleType, inputs: tuple[str, ...]) -> dict[str,
         if parts[name] is not None and not callable(parts[name]):
             problem = f"`{name}` in {display_name(module)} has type {type(parts[name]).__name__}, not a function."
             raise UsageError(problem, f"Make `{name}` a function, or rename it.")
+    # A function of this name is something else's
+    judge = attribute_of(module, "judge")
+    parts["judge"] = judge if isinstance(judge, str) else None
     # One like an optimizer is made
     for name, kind in (("optimizer", Optimizer), ("average", ())):
         if not is_function(parts[name]) and not isinstance(parts[name], kind):

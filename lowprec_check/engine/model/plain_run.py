@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from lowprec_check.engine.model.call_times import CallTimes
+from lowprec_check.engine.model.output_measures import compare_by_meaning
+from lowprec_check.engine.model.output_tensors import OutputForm, OutputTensors, form_of
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.model.streamed_weights import stream_of
@@ -28,7 +30,7 @@ from lowprec_check.torchkit import devices
 from lowprec_check.torchkit.compiled import compiled_code_in_eager, compiled_frames
 from lowprec_check.torchkit.devices import generator_states, seed_everything
 from lowprec_check.torchkit.floating_dtypes import NARROW, is_float
-from lowprec_check.torchkit.output_comparison import NOTHING, OutputComparison, compare_outputs, is_zero
+from lowprec_check.torchkit.output_comparison import NOTHING, OutputComparison, is_zero
 from lowprec_check.torchkit.pytree import leaves
 from lowprec_check.torchkit.source_location import (
     call_model,
@@ -60,7 +62,7 @@ class PlainCalls:
         *,
         seed: int,
         tolerance: float | None = None,
-        references: list[list[Tensor]] | None = None,
+        references: Sequence[Sequence[Tensor]] | None = None,
         on_call: Callable[[int], None] | None = None,
         prepares: bool = False,
         made: Sequence[Any] = (),
@@ -73,10 +75,8 @@ class PlainCalls:
         self._on_call, self._prepares = on_call, prepares
         # A call then reads all weights, which is not repeated to find out what the first one set up
         self._streams = stream_of(ready.model) is not None
-        self.outputs: list[list[Tensor]] = []
+        self.outputs: list[OutputTensors] = []
         """The leaves of the outputs, one list per call."""
-        self.paths: list[str] = []
-        """Where the first output has its leaves."""
         self.warnings: list[warnings.WarningMessage] = []
         """What was warned of in the calls."""
 
@@ -110,11 +110,9 @@ class PlainCalls:
                     drew = drew or generator_states() != before
                     if loss is None and isinstance(output, WithLoss) and math.isfinite(value := float(output.loss)):
                         loss = value
-                    named = named_output_tensors(output)
                     # Copies: the model may write to its output in the next call
-                    self.outputs.append([tensor.clone() for _, tensor in named])
-                    self.paths = self.paths or [path for path, _ in named]
-                    del output, named
+                    self.outputs.append(output_tensors(output).mapped(Tensor.clone))
+                    del output
                     if until_failed and not drew and self._references is not None:
                         reference = self._references[times.count - 1]
                         failed = judge(self.outputs[-1], reference, self._tolerance)[0] in ("inaccurate", "nonfinite")
@@ -145,7 +143,7 @@ class PlainCalls:
             judged_by_one_call=times.is_hopeless,
         )
         if self._references is not None:
-            run = judged(run, self.outputs, self._references, self._tolerance, self.paths)
+            run = judged(run, self.outputs, self._references, self._tolerance)
         return msgspec.structs.replace(
             begun,
             run=run,
@@ -203,25 +201,28 @@ def describe_error(error: BaseException, model: nn.Module) -> ExceptionInfo:
 
 def judged(
     run: Run,
-    outputs: list[list[Tensor]],
-    references: list[list[Tensor]],
+    outputs: Sequence[Sequence[Tensor]],
+    references: Sequence[Sequence[Tensor]],
     tolerance: float | None,
-    paths: Sequence[str],
 ) -> Run:
-    """``run`` with the worst verdict over the calls; ``paths`` name the tensors of outputs."""
+    """``run`` with the worst verdict over the calls."""
     verdicts = [judge(output, reference, tolerance) for output, reference in zip(outputs, references, strict=False)]
     badness = [(_FROM_GOOD_TO_BAD.index(status), compared.distance) for status, compared in verdicts]
     worst = badness.index(max(badness))
     later = verdicts[worst][0] != verdicts[0][0]
     run = msgspec.structs.replace(run, failed_call=worst + 1 if later else None)
-    return with_verdict(run, *verdicts[worst], paths)
+    return with_verdict(run, *verdicts[worst], form_of(outputs[0]).paths)
 
 
-def judge(outputs: list[Tensor], reference: list[Tensor], tolerance: float | None) -> tuple[Status, OutputComparison]:
-    """The status of one output compared with fp32's, and the comparison."""
+def judge(
+    outputs: Sequence[Tensor], reference: Sequence[Tensor], tolerance: float | None
+) -> tuple[Status, OutputComparison]:
+    """The status of one output compared with fp32's, by what its form means, and the comparison."""
     try:
         low, fp32 = ([tensor.cpu() for tensor in tensors] for tensors in (outputs, reference))
-        compared = compare_outputs(low, fp32, tolerance=tolerance)
+        compared = compare_by_meaning(low, fp32, form_of(reference), tolerance)
+    except UsageError:
+        raise
     except Exception as error:  # a kind of tensor that torch itself can hardly handle
         note = f"its output could not be compared: {type_name(error)}: {first_line(message_of(error))}"
         return "unjudged", OutputComparison(NOTHING, math.inf, note=note, compared=False)
@@ -229,8 +230,9 @@ def judge(outputs: list[Tensor], reference: list[Tensor], tolerance: float | Non
         return "nonfinite", compared
     if not compared.compared:
         return "unjudged", compared
+    limit = tolerance if compared.limit is None else compared.limit
     # Not `>`: a distance may be NaN
-    if tolerance is not None and not compared.distance <= tolerance:
+    if limit is not None and not compared.distance <= limit:
         return "inaccurate", compared
     return "ok", compared
 
@@ -246,6 +248,7 @@ def with_verdict(run: Run, status: Status, compared: OutputComparison, paths: Se
     return msgspec.structs.replace(
         run,
         status=status,
+        tolerance=run.tolerance if compared.limit is None else compared.limit,
         output_error=compared.error if compared.compared else None,
         output_rms=rms,
         compared_output=path,
@@ -256,9 +259,11 @@ def with_verdict(run: Run, status: Status, compared: OutputComparison, paths: Se
 # -- The tensors of an output
 
 
-def output_tensors(output: Any) -> list[Tensor]:
+def output_tensors(output: Any) -> OutputTensors:
     """The tensors of an output, detached and dense; also of its numbers and NumPy arrays."""
-    return [tensor for _, tensor in named_output_tensors(output)]
+    named = named_output_tensors(output)
+    form = OutputForm(type(output).__name__, tuple(path for path, _ in named))
+    return OutputTensors((tensor for _, tensor in named), form)
 
 
 def named_output_tensors(output: Any) -> list[tuple[str, Tensor]]:

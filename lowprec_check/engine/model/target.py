@@ -71,6 +71,8 @@ class Target(NamedTuple):
     targets_code: str = ""
     """Code for the targets, from ``batch``."""
     metric: Callable[[nn.Module], float] | None = None
+    judge: str | None = None
+    """The measure that the file asks for, by which its output is judged."""
     taken: str = ""
     """What of the user's file is the target, and why; empty if it was not taken from a file."""
     source: str | None = None

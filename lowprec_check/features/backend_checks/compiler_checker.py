@@ -127,7 +127,7 @@ class CompilerChecker:
             try:
                 with compiled_code_in_eager():
                     output, _ = run_once(wide, args, kwargs, self.task.seed)
-                return [tensor.cpu().clone() for tensor in output_tensors(output)]
+                return output_tensors(output).mapped(lambda tensor: tensor.cpu().clone())
             except Exception:  # a model with fp32 constants may not run in fp64
                 return None
             finally:
@@ -139,7 +139,7 @@ class CompilerChecker:
         self.rewind()
         with compiled_code_in_eager() if in_eager else contextlib.nullcontext():
             output, _ = run_once(ready, *call, self.task.seed)
-        return [tensor.cpu().clone() for tensor in output_tensors(output)]
+        return output_tensors(output).mapped(lambda tensor: tensor.cpu().clone())
 
     # -- the explanation
 

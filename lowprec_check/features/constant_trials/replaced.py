@@ -100,7 +100,7 @@ class ConstantTrials:
         self._made += 1
         if error is not None:
             return None
-        status, compared = judge(output_tensors(output), list(self._fp32), self._tolerance)
+        status, compared = judge(output_tensors(output), self._fp32, self._tolerance)
         rel_l2 = compared.error.rel_l2
         if rel_l2 is not None and not math.isfinite(rel_l2):
             rel_l2 = None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from lowprec_check.core.feature_hooks import Explained, Feature
 from lowprec_check.core.memory_limits import Allowance
@@ -28,7 +30,7 @@ class Budget(Feature):
         half = MemoryLimit.half_of(free_memory(torch.device(task.device)))
         limit = min(half, allowed.room or half, key=lambda limit: limit.size)
         saved = Fp32Outputs.load(task.files)
-        fp32 = saved.outputs[0]
+        fp32: Sequence[Tensor] = saved.outputs[0]
         if saved.probe is not None:
             fp32 = saved.probe.tensors
         return functools.partial(BudgetObserver, limit=limit, fp32=fp32, autocast=task.uses_autocast, seed=task.seed)

@@ -14,6 +14,7 @@ from torch import Tensor
 from lowprec_check.core.plain_part import RANDOM, SLOW
 from lowprec_check.core.tasks import RunTask
 from lowprec_check.engine.model.input_draws import further_draws, with_values
+from lowprec_check.engine.model.output_tensors import OutputForm, OutputTensors, form_of
 from lowprec_check.engine.model.plain_run import (
     ModuleOutput,
     judge,
@@ -61,6 +62,8 @@ class FurtherInputs(NamedTuple):
     """Why there are not more."""
     seconds: float = 0.0
     """What the calls of fp32 took."""
+    form: tuple[Any, ...] = ()
+    """Of all outputs, to be judged by."""
 
 
 class FurtherCalls:
@@ -102,7 +105,7 @@ class FurtherCalls:
                 return module_output(self._ready, *call, seed, self._probe) or []
             output, _ = run_once(self._ready, *call, seed)
         self._call_seconds = min(self._call_seconds, self._taken - before)
-        return [tensor.cpu().clone() for tensor in output_tensors(output)]
+        return output_tensors(output).mapped(lambda tensor: tensor.cpu().clone())
 
     def keep(self, self_error: float) -> None:
         """In the fp32 run, whose calls differ by ``self_error``: save further inputs, outputs."""
@@ -127,6 +130,7 @@ class FurtherCalls:
         kind, draws = further_draws(target, task.batches, task.seed)
         inputs: list[tuple[int, list[Tensor], list[Tensor]]] = []
         size, left_out, reason = 0, 0, "the inputs have no other values"
+        form: tuple[Any, ...] = ()
         for number, values in draws:
             outputs: list[Tensor] | None = None
             if values is not None:
@@ -143,13 +147,14 @@ class FurtherCalls:
                 if size > LARGEST:
                     reason = "further inputs and outputs would take too much memory"
                     break
-                inputs.append((number, values, outputs))
+                form = tuple(form_of(outputs))
+                inputs.append((number, values, [*outputs]))
             if len(inputs) >= most or left_out > MOST + len(inputs):
                 break
             if not self._has_time:
                 reason = SLOW
                 break
-        return FurtherInputs(kind, inputs, left_out, reason if len(inputs) < most else None, self._taken)
+        return FurtherInputs(kind, inputs, left_out, reason if len(inputs) < most else None, self._taken, form)
 
     def tried(self, on_input: Callable[[int, InputsTried], Any]) -> InputsTried:
         """How the run does on the inputs of fp32; ``on_input`` gets the result before each call."""
@@ -160,7 +165,9 @@ class FurtherCalls:
             further = FurtherInputs(**task.files.kept(KEPT))
             self._seconds = max(self._seconds, SLOWER * further.seconds)
         result = InputsTried(kind=further.kind, left_out=further.left_out, seed=task.seed)
-        largest, near = 0.0, NEAR * (task.tolerance or 0.0)
+        form = OutputForm(*further.form)._replace(judge=task.judge, limits=task.limits)
+        limit = self._plain.run.tolerance or task.tolerance or 0.0
+        largest, near = 0.0, NEAR * limit
         if output_error is not None and output_error.distance is not None:
             largest = output_error.distance
         reason, looks = further.reason, 1
@@ -182,8 +189,10 @@ class FurtherCalls:
             except BaseException as error:
                 reraise_interrupt(error)
             else:
-                status, compared = judge(outputs, reference, task.tolerance)
+                status, compared = judge(outputs, OutputTensors(reference, form), task.tolerance)
                 distance = compared.distance
+                if compared.limit:  # that of another figure
+                    distance *= limit / compared.limit
             if status == "unjudged":
                 result = msgspec.structs.replace(result, left_out=result.left_out + 1)
             else:

@@ -69,7 +69,7 @@ def try_casts(
             tried = MixedDtypes(calls=list(mode.calls.values()))
             # Other failures that this run does not have are no effect of the casts.
             if error is None and not mode.others:
-                status, compared = judge(output_tensors(output), list(fp32), tolerance)
+                status, compared = judge(output_tensors(output), fp32, tolerance)
                 rel_l2 = compared.error.rel_l2
                 if rel_l2 is not None and not math.isfinite(rel_l2):
                     rel_l2 = None

@@ -101,6 +101,8 @@ def growing_planning(source: TargetSource, isolation: Isolation | None, options:
         tolerance=options.tolerance,
         seed=options.seed,
         without_kernel=options.without_kernel,
+        judge=options.judge,
+        limit=options.limit,
         budget_error="auto" if options.predict else "off",
         further_inputs=0,
         thorough=True,

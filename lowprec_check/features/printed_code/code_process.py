@@ -8,14 +8,16 @@ import sys
 from typing import Any, NamedTuple
 
 import msgspec
+from torch import Tensor
 
+from lowprec_check.engine.model.output_tensors import OutputForm
+from lowprec_check.engine.model.plain_run import judge, output_tensors
 from lowprec_check.engine.model.target_source import Load
+from lowprec_check.engine.model.torchvision_ops import torchvision_works
 from lowprec_check.errors import first_line, message_of, type_name
 from lowprec_check.process.function_worker import Channel
 from lowprec_check.schema.code_trial import CodeTrial
 from lowprec_check.torchkit.devices import seed_everything
-from lowprec_check.torchkit.output_comparison import compare_outputs
-from lowprec_check.torchkit.pytree import leaves
 
 
 class CodeRequest(NamedTuple):
@@ -27,6 +29,8 @@ class CodeRequest(NamedTuple):
     seed: int
     tolerance: float | None
     """Of the output's error; ``None`` if the output cannot be judged."""
+    form: OutputForm = OutputForm()
+    """By what it is judged."""
     folder: str | None = None
     """Where the code imports the user's module."""
     load: Load | None = None
@@ -54,10 +58,12 @@ def executed(request: CodeRequest) -> CodeTrial:
             names = request.load().namespace or {}
         elif request.folder is not None:
             sys.path.insert(0, request.folder)
-        reference = _run(request.in_fp32, names, request.seed).get("output") if request.in_fp32 else None
-        # The reference keeps its values if the model changes them in place.
-        expected = [tensor.detach().clone() for _, tensor in leaves(reference)]
-        after = _run(request.code, names, request.seed)
+        # As the scan itself imports the user's files.
+        with torchvision_works():
+            reference = _run(request.in_fp32, names, request.seed).get("output") if request.in_fp32 else None
+            # The reference keeps its values if the model changes them in place.
+            expected = output_tensors(reference).mapped(Tensor.clone).as_asked(request.form)
+            after = _run(request.code, names, request.seed)
     except BaseException as error:
         reason = f"{type_name(error)}: {first_line(message_of(error))}"
         return CodeTrial(code=request.code, status="failed", reason=reason)
@@ -66,16 +72,16 @@ def executed(request: CodeRequest) -> CodeTrial:
         if loss is None or bool(loss.isfinite().all()):
             return CodeTrial(code=request.code, status="ran")
         return CodeTrial(code=request.code, status="differs", reason="its loss is not finite")
-    compared = compare_outputs([tensor.detach() for _, tensor in leaves(after["output"])], expected)
+    status, compared = judge(output_tensors(after["output"]), expected, request.tolerance)
     trial = CodeTrial(code=request.code, status="ran", rel_l2=compared.error.rel_l2)
-    if request.tolerance is None or not compared.compared:
+    if request.tolerance is None or status in ("ok", "unjudged"):
         return trial
-    if compared.nonfinite:
-        return msgspec.structs.replace(trial, status="differs", reason="its output has NaN or Inf")
-    if not compared.distance <= request.tolerance:
-        reason = f"the error of its output is {compared.distance:.1e}, above the tolerance of {request.tolerance:g}"
-        return msgspec.structs.replace(trial, status="differs", reason=reason)
-    return trial
+    reason = f"the error of its output is {compared.distance:.1e}, above the tolerance of {request.tolerance:g}"
+    if status == "nonfinite":
+        reason = "its output has NaN or Inf"
+    elif compared.error.by_meaning is not None:
+        reason = compared.error.by_meaning.text
+    return msgspec.structs.replace(trial, status="differs", reason=reason)
 
 
 def _run(code: str, names: dict[str, Any], seed: int) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from lowprec_check.analysis.recommend import recommended_run
 from lowprec_check.analysis.snippet import snippet
 from lowprec_check.core.feature_hooks import Feature
 from lowprec_check.core.target_runs import TargetRuns
+from lowprec_check.engine.model.output_measures import parse_limits
+from lowprec_check.engine.model.output_tensors import OutputForm
 from lowprec_check.features.printed_code.code_process import CodeRequest, wait_and_execute
 from lowprec_check.process import system
 from lowprec_check.process.function_worker import FunctionWorker, Method
@@ -82,7 +84,9 @@ def _request(runs: TargetRuns, result: ScanResult, options: ScanOptions) -> Code
     is_inside = best.code.startswith("# in ")
     if is_inside and target.namespace is None:
         return None
-    tolerance = run.tolerance if run.status == "ok" and target.weights != "scaled" else None
+    tolerance = None
+    if run.status == "ok" and target.weights != "scaled":
+        tolerance = runs.tolerance(run.precision, run.backend)
     in_fp32 = ""
     if result.is_forward and result.as_given is None:  # the fp32 of several dtypes is not what the file has
         in_fp32 = snippet(result.runs[0].key, result.model, torch_version=result.torch)
@@ -91,6 +95,7 @@ def _request(runs: TargetRuns, result: ScanResult, options: ScanOptions) -> Code
         in_fp32=in_fp32,
         seed=options.seed,
         tolerance=tolerance,
+        form=OutputForm(judge=options.judge or target.judge, limits=parse_limits(options.limit)),
         folder=target.folder,
         load=runs.launcher.source.reload if is_inside else None,
     )

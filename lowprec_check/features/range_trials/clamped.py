@@ -56,7 +56,7 @@ def try_clamped(
         snapshot.restore()
     if error is not None:
         return None
-    status, compared = judge(output_tensors(output), list(fp32), tolerance)
+    status, compared = judge(output_tensors(output), fp32, tolerance)
     rel_l2 = compared.error.rel_l2
     if rel_l2 is not None and not math.isfinite(rel_l2):
         rel_l2 = None

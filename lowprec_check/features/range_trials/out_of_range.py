@@ -98,7 +98,7 @@ def try_places(
         called.update(mode.called)
         if not mode.values:
             return None
-        status, compared = judge(output_tensors(output), list(fp32), tolerance)
+        status, compared = judge(output_tensors(output), fp32, tolerance)
         return RangeTrial(
             module=module,
             op=op,

@@ -170,12 +170,11 @@ class TimedCalls:
         seed_everything(self._task.seed)
         inputs = self._ready.inputs(*self._inputs)
         before, others, frames = system.own_wait(), system.time_of_other_threads(), compiled_frames()
+        started = system.thread_time()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            started = system.thread_time()
             _, taken = call_once(self._ready, *inputs)
-            worked = min(system.thread_time() - started, taken)
-        after = system.own_wait()
+        worked, after = system.thread_time() - started, system.own_wait()
         # It may not sleep, nor other threads work, or code be compiled again for fewer threads.
         others_worked = system.time_of_other_threads() - others > ALONE * taken
         if before is None or after is None or others_worked or compiled_frames() > frames:

@@ -1,0 +1,203 @@
+"""What a measure of an output's meaning is, and how it decides the verdict.
+
+A feature has its measures in its module ``measures``, as instances of :class:`OutputMeasure`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+from torch import Tensor
+
+from lowprec_check.engine.model.output_tensors import OutputForm
+from lowprec_check.errors import UsageError
+from lowprec_check.schema.meaning import Meaning
+from lowprec_check.schema.registry import objects_of_features
+from lowprec_check.schema.statements import percent
+from lowprec_check.torchkit.output_comparison import OutputComparison, compare_outputs
+
+MOST_USED = 1e9
+"""JSON cannot hold infinity."""
+RELATIVE_ERROR = "rel_l2"
+"""The name by which no measure is asked for."""
+Part = Mapping[str, Tensor]
+"""The tensors that a measure compares together, by role: ``boxes``, ``labels``, ``scores``."""
+
+
+Unit = Literal["share", "difference", "dB"]
+"""Of a share and of dB the limit is the least that passes, of a difference the largest."""
+
+
+class Figure(NamedTuple):
+    """One figure of a measure."""
+
+    value: float
+    words: str = ""
+    """What it says, with its value in ``{}``: ``{} of the boxes are found``."""
+    limit: float | None = None
+    """What passes, at least or at most; ``None`` if it decides nothing."""
+    unit: Unit = "share"
+
+    @property
+    def used(self) -> float:
+        """The part of the limit that is used, above 1 if it is exceeded."""
+        loss = self.loss(self.value)
+        if self.limit is None or not loss:
+            return 0.0
+        allowed = self.loss(self.limit)
+        return loss / allowed if allowed > 0 else math.inf
+
+    def loss(self, value: float) -> float:
+        """What of the output is lost at this value: 0 if it is equal."""
+        if self.unit == "share":
+            return 1.0 - value
+        if self.unit == "dB":
+            return float(10 ** (-value / 20))
+        return value
+
+    def shown(self, value: float) -> str:
+        """A value with its unit."""
+        if self.unit == "share":
+            return percent(value)
+        if self.unit == "dB":
+            return f"{value:.0f} dB"
+        return f"{value:.1e}"
+
+    @property
+    def text(self) -> str:
+        """The value in words, and the limit if it is exceeded."""
+        said = self.words.format(self.shown(self.value))
+        if self.limit is None or self.used <= 1:
+            return said
+        word = "at most" if self.unit == "difference" else "at least"
+        return f"{said}; {word} {self.shown(self.limit)} would pass"
+
+
+class Measured(NamedTuple):
+    """What a measure says of an output."""
+
+    figures: Mapping[str, Figure] = {}
+    cannot_tell: str = ""
+    """Why the figures mean nothing, as of the boxes of random weights; empty if they do."""
+    examples: Sequence[str] = ()
+    """What differs, the most important first: ``box 3 (score 0.91) is lost``."""
+
+
+class OutputMeasure:
+    """Compares outputs by what they mean."""
+
+    name: str
+    """How it is asked for, a plural noun: ``boxes``."""
+
+    def parts(self, form: OutputForm, output: Sequence[Tensor]) -> list[dict[str, int]]:
+        """The numbers of the tensors compared together, by role; empty if it does not fit."""
+        raise NotImplementedError
+
+    def compare(self, output: Sequence[Part], reference: Sequence[Part], tolerance: float) -> Measured:
+        """Compare what :meth:`parts` chose; ``tolerance`` is that of rel_l2."""
+        raise NotImplementedError
+
+
+@functools.cache
+def output_measures() -> dict[str, OutputMeasure]:
+    """All measures by name."""
+    return {measure.name: measure for measure in objects_of_features("measures", OutputMeasure)}
+
+
+def check_judge(name: str | None, limits: Sequence[str]) -> None:
+    """Raise :class:`UsageError` for a measure, or a limit, that there is not."""
+    asked = [key.partition(".")[0] for key, _ in parse_limits(limits)]
+    if name is not None:
+        asked.append(name)
+    names = [*output_measures(), RELATIVE_ERROR]
+    for measure in asked:
+        if measure not in names:
+            raise UsageError(f"There is no measure {measure!r}.", f"Choose from: {', '.join(names)}.")
+
+
+def parse_limits(texts: Sequence[str]) -> tuple[tuple[str, float], ...]:
+    """The limits of figures, from ``boxes.found=0.98``; :class:`UsageError` for another form."""
+    limits = []
+    for text in texts:
+        key, _, value = text.partition("=")
+        try:
+            limits.append((key, float(value)))
+        except ValueError:
+            key = ""
+        if not key.partition(".")[2]:
+            raise UsageError(f"{text!r} is no limit of a figure.", "Write it as boxes.found=0.98.")
+    return tuple(limits)
+
+
+def compare_by_meaning(
+    output: Sequence[Tensor], reference: Sequence[Tensor], form: OutputForm, tolerance: float | None
+) -> OutputComparison:
+    """Compare two outputs by the measures that fit, and the tensors of no measure by rel_l2.
+
+    What uses most of its limit decides. If no measure can tell, rel_l2 decides of all.
+    """
+    whole = compare_outputs(output, reference, tolerance=tolerance)
+    if tolerance is None or whole.nonfinite or form.judge == RELATIVE_ERROR or len(output) != len(reference):
+        return whole
+    taken, judged = set[int](), set[int]()
+    meanings = []
+    for name, measure in output_measures().items():
+        if form.judge not in (None, name):
+            continue
+        parts = [part for part in measure.parts(form, reference) if taken.isdisjoint(part.values())]
+        if not parts:
+            continue
+        ours, wanted = ([{role: side[n] for role, n in part.items()} for part in parts] for side in (output, reference))
+        measured = measure.compare(ours, wanted, tolerance)
+        meanings.append(_meaning(name, measured, dict(form.limits)))
+        numbers = {number for part in parts for number in part.values()}
+        taken |= numbers
+        if not measured.cannot_tell:
+            judged |= numbers
+    if form.judge is not None and not meanings:
+        words = f"The output has nothing to be judged by {form.judge}."
+        raise UsageError(words, "Leave out --judge, or return logits, boxes or a picture by their usual names.")
+    if not meanings:
+        return whole
+
+    rest = [number for number in range(len(output)) if number not in judged]
+    others = compare_outputs([output[n] for n in rest], [reference[n] for n in rest], tolerance=tolerance)
+    worst = max(meanings, key=lambda meaning: (not meaning.cannot_tell, meaning.used))
+    decides = not worst.cannot_tell and not (others.compared and others.distance > worst.used * tolerance)
+    error = msgspec.structs.replace(whole.error, meaning=msgspec.structs.replace(worst, decides=decides))
+    if decides:
+        return whole._replace(error=error, distance=worst.loss, limit=worst.limit, compared=True, note=None)
+    if worst.cannot_tell:
+        return whole._replace(error=error)
+    error = msgspec.structs.replace(others.error, meaning=error.meaning)
+    leaf = None if others.leaf is None else rest[others.leaf]
+    return others._replace(error=error, leaf=leaf)
+
+
+def _meaning(name: str, measured: Measured, limits: Mapping[str, float]) -> Meaning:
+    """What is saved of a measure: its figures, and the one that uses most of its limit."""
+    figures = {
+        key: figure._replace(limit=limits.get(f"{name}.{key}", figure.limit))
+        for key, figure in measured.figures.items()
+    }
+    values = {key: figure.value for key, figure in figures.items() if math.isfinite(figure.value)}
+    limited = [figure for figure in figures.values() if figure.limit is not None]
+    meaning = Meaning(measure=name, figures=values, cannot_tell=measured.cannot_tell, examples=[*measured.examples[:3]])
+    if not limited:
+        return meaning
+    worst = max(limited, key=lambda figure: figure.used)
+    if worst.used > 1:
+        text = worst.text
+    else:
+        text = ", ".join(figure.text for figure in figures.values() if figure.words)
+    return msgspec.structs.replace(
+        meaning,
+        text=text,
+        loss=worst.loss(worst.value),
+        limit=worst.loss(worst.limit or 0.0),
+        used=min(worst.used, MOST_USED),
+    )

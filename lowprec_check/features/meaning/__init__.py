@@ -1,0 +1,1 @@
+"""Judges outputs by what they mean: tokens, classes, boxes, masks, pictures."""

@@ -1,0 +1,81 @@
+"""A scan judges by the measure that fits, and says so; what it prints and saves follows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowprec_check import scan
+from lowprec_check.errors import UsageError
+from lowprec_check.schema.scan_result import ScanResult
+
+
+class CausalLMOutput(dict[str, Tensor]):
+    """An output like that of a language model."""
+
+
+class Language(nn.Module):
+    """Predicts a token from the one before; sure of each, or of none."""
+
+    def __init__(self, scale: float, noise: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(50, 16), nn.Linear(16, 50, bias=False)
+        self.scale, self.noise = scale, noise
+
+    def forward(self, tokens: Tensor) -> CausalLMOutput:
+        logits = self.head(self.embedding(tokens)) * self.scale
+        if logits.dtype != torch.float32:  # a fault of low precision alone
+            logits = logits + self.noise * torch.arange(50.0, dtype=logits.dtype).sin()
+        return CausalLMOutput(logits=logits)
+
+
+def scanned(model: nn.Module, **options: object) -> ScanResult:
+    tokens = torch.arange(40).reshape(2, 20)
+    quick = {"precisions": "bfloat16", "device": "cpu", "times": "off", "isolation": "none", "further_inputs": 2}
+    return scan(model.eval(), tokens, **{**quick, **options})
+
+
+def test_tokens_decide_where_fp32_is_sure() -> None:
+    result = scanned(Language(scale=8.0))
+    run = result.runs[1]
+    assert run.status == "ok"
+    assert run.by_meaning is not None
+    assert run.by_meaning.measure == "tokens"
+    assert run.tolerance == pytest.approx(run.by_meaning.limit)
+    assert "limit of tokens" in " ".join(statement.text for statement in result.statements)
+
+
+def test_a_fault_is_told_in_tokens() -> None:
+    result = scanned(Language(scale=8.0, noise=40.0))
+    run = result.runs[1]
+    assert run.status == "inaccurate"
+    assert run.by_meaning is not None
+    messages = [finding.message for finding in result.diagnostics if finding.code == "LP301"]
+    assert "of the tokens agree" in messages[0] or "KL divergence" in messages[0]
+
+
+def test_the_error_decides_where_fp32_is_not_sure_or_if_it_is_asked_for() -> None:
+    run = scanned(Language(scale=0.1)).runs[1]
+    assert run.by_meaning is None
+    assert run.output_error is not None
+    assert run.output_error.meaning is not None
+    assert run.tolerance == 0.05
+    run = scanned(Language(scale=8.0), judge="rel_l2").runs[1]
+    assert run.output_error is not None
+    assert run.output_error.meaning is None
+
+
+def test_a_result_is_saved_with_its_measure(tmp_path: Path) -> None:
+    result = scanned(Language(scale=8.0))
+    path = tmp_path / "scan.json"
+    result.save(path)
+    assert ScanResult.load(path).runs[1].output_error == result.runs[1].output_error
+
+
+def test_an_unknown_measure_is_refused_before_anything_runs() -> None:
+    with pytest.raises(UsageError, match="There is no measure 'tokns'"):
+        scanned(Language(scale=1.0), judge="tokns")
