@@ -34,7 +34,7 @@ _ALL = f"{__name__}.all"
 """The key in the context of a command whose help lists all options."""
 
 
-class Request(NamedTuple):
+class TargetRequest(NamedTuple):
     """What commands that run a target have in common: parameters, one by one, of the parser."""
 
     context: typer.Context
@@ -50,7 +50,7 @@ class Request(NamedTuple):
 
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:
     """A command whose parameter ``options`` becomes one parameter for each option that its type
-    declares, ``request`` those of :class:`Request`, and ``--help-all`` is added.
+    declares, ``request`` those of :class:`TargetRequest`, and ``--help-all`` is added.
     """
     signature = inspect.signature(command, eval_str=True)
     kind: type[DeclaredOptions] = signature.parameters["options"].annotation
@@ -69,13 +69,13 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
         del arguments["help_all"]  # its callback has printed the help and ended the command
         values = {name: arguments.pop(name) for name in declared}
         if "request" in signature.parameters:
-            arguments["request"] = Request(**{name: arguments.pop(name) for name in Request._fields})
+            arguments["request"] = TargetRequest(**{name: arguments.pop(name) for name in TargetRequest._fields})
         command(options=kind(**{name: value for name, value in values.items() if value is not None}), **arguments)
 
     # Where the command has ``options`` and ``request``, the parser gets them one by one.
     shared: list[inspect.Parameter] = []
-    for name, annotation in get_type_hints(Request, include_extras=True).items():
-        default = Request._field_defaults.get(name, inspect.Parameter.empty)
+    for name, annotation in get_type_hints(TargetRequest, include_extras=True).items():
+        default = TargetRequest._field_defaults.get(name, inspect.Parameter.empty)
         shared.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
     expanded = {"options": [*declared.values()], "request": shared}
     parameters: list[inspect.Parameter] = []

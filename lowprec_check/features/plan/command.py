@@ -21,8 +21,8 @@ from lowprec_check.cli.app import (
 )
 from lowprec_check.cli.options import (
     Inputs,
-    Request,
     Stream,
+    TargetRequest,
     Weights,
     WithScriptArguments,
     grouped,
@@ -44,7 +44,7 @@ def plan(
         Path | None, grouped(OUTPUT, "--save-plan", metavar="FILE", help="Save the plan, for lowprec_check.apply.")
     ] = None,
     json: Annotated[bool, grouped(OUTPUT, "--json", help="Print the plan and all attempts as JSON.")] = False,
-    request: Request,
+    request: TargetRequest,
 ) -> None:
     """Find the modules that must stay in fp32. Verifies that the model passes with all others in 16
     bits.

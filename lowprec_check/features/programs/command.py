@@ -18,7 +18,7 @@ from lowprec_check.cli.app import (
     stdout_kept,
 )
 from lowprec_check.cli.options import (
-    Request,
+    TargetRequest,
     WithScriptArguments,
     grouped,
     takes_options,
@@ -48,7 +48,7 @@ def program(
             help="A variable of the script to compare with fp32 at its end, such as the image; repeatable.",
         ),
     ] = None,
-    request: Request,
+    request: TargetRequest,
 ) -> None:
     """Run a script to its end and scan every model that it calls. Then run it again with each model
     in the recommended precision, and compare what they return with fp32.

@@ -143,7 +143,7 @@ def _loaded_low(program: ProgramScan, places: Sequence[FirstCall], precision: st
         for node in ast.walk(ast.parse("\n".join(lines)))
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == places[0].pipeline
     ]
-    if len(made) != 1 or "import torch" not in lines:
+    if len(made) != 1 or not _imports_torch(lines):
         return None
     calls = [node for node in ast.walk(made[0]) if isinstance(node, ast.Call)]
     call = next((node for node in calls if ast.unparse(node.func).endswith(".from_pretrained")), None)
@@ -237,9 +237,6 @@ def patched(program: ProgramScan, pasted: Sequence[PastedCode]) -> dict[str, str
         assert statement is not None
         start, end, text = statement.lineno - 1, statement.end_lineno, code.text
         margin = lines[start][: len(lines[start]) - len(lines[start].lstrip())]
-        # In a function, an import would make the name local to all of it
-        if "import torch" in (line.rstrip() for line in lines):
-            text = text.removeprefix("import torch\n").lstrip("\n")
         if code.is_around:
             lines[start:end] = [f"    {line}" for line in lines[start:end]]
         if code.is_instead:
@@ -251,18 +248,27 @@ def patched(program: ProgramScan, pasted: Sequence[PastedCode]) -> dict[str, str
 def _placed(program: ProgramScan, code: PastedCode) -> PastedCode | None:
     """The code at the statement before, or around, which it belongs; ``None`` if there is none."""
     file = _file(FirstCall(code.line), program.target)
-    statement = None
-    if file is not None:
-        statement = _statement(_lines(file), code)
+    if file is None:
+        return None
+    lines, text = _lines(file), code.text
+    statement = _statement(lines, code)
     if statement is None:
         return None
+    # In a function, an import would make the name local to all of it
+    if _imports_torch(lines):
+        text = text.removeprefix("import torch\n").lstrip("\n")
     # Strings over several lines cannot be indented
     is_whole = statement.lineno <= _line_number(code) <= (statement.end_lineno or 0)
     if code.is_instead and statement.lineno != _line_number(code):
         return None
     if code.is_around and (not is_whole or any(_spans_lines(node) for node in ast.walk(statement))):
         return None
-    return msgspec.structs.replace(code, line=f"{code.line.rpartition(':')[0]}:{statement.lineno}")
+    return msgspec.structs.replace(code, line=f"{code.line.rpartition(':')[0]}:{statement.lineno}", text=text)
+
+
+def _imports_torch(lines: Sequence[str]) -> bool:
+    imports = [node for node in ast.parse("\n".join(lines)).body if isinstance(node, ast.Import)]
+    return any(alias.name == "torch" and alias.asname is None for node in imports for alias in node.names)
 
 
 def _line_number(code: PastedCode) -> int:

@@ -166,6 +166,23 @@ def test_a_variable_that_is_bound_again_names_the_model_at_its_line(tmp_path: Pa
     assert "no variable of the script reaches Linear" in why_no_code(tried.seen, tried.assigned("half"))
 
 
+def test_a_function_gets_no_import_that_its_file_has(tmp_path: Path) -> None:
+    body = """
+        {imports}
+        def main():
+            x = {name}.rand(2, 4)
+            net = {name}.nn.Linear(4, 4)
+            return net(x)
+        main()
+    """
+    for imports, name, has_import in (("import torch, os", "torch", False), ("import torch as t", "t", True)):
+        tried = Tried(tmp_path / "infer.py", body.format(imports=imports, name=name))
+        assigned = tried.assigned("bfloat16")
+        (form,) = tried.forms(assigned)
+        assert form[0].text.startswith("import torch\n") == has_import
+        assert tried.pasted(form, assigned).errors == tried.outside(assigned).errors
+
+
 def test_code_without_effect_is_no_code(tmp_path: Path) -> None:
     tried = Tried(tmp_path / "infer.py", "import torch\nnet = torch.nn.Linear(4, 4)\nnet(torch.rand(2, 4))\n")
     run = tried.pasted([PastedCode("infer.py:3", "net.float()")], tried.assigned("half"))
@@ -264,7 +281,7 @@ def test_a_pipeline_of_diffusers_is_cast_as_a_whole(tmp_path: Path) -> None:
     assert [model.name for model in tried.seen.models] == ["pipe.text_encoder", "pipe.unet", "pipe.vae.decode"]
     assigned = tried.assigned("bfloat16")
     whole, _ = tried.forms(assigned)
-    assert [code.text for code in whole] == ["import torch\n\npipe.to(torch.bfloat16)"]
+    assert [code.text for code in whole] == ["pipe.to(torch.bfloat16)"]
     checked(tried.pasted(whole, assigned), 5e-2)
     # The VAE in fp32: it gets what the UNet returned, in fp32
     mixture = tried.assigned("half", AutoencoderKL="fp32")
@@ -296,7 +313,7 @@ pipe = StableDiffusionPipeline.from_pretrained(
     loaded, whole, _ = tried.forms(assigned)
     assert [(code.line, code.is_instead) for code in loaded] == [("infer.py:4", True)]
     assert "safety_checker=None, torch_dtype=torch.bfloat16).to('cpu')" in loaded[0].text
-    assert whole[0].text == "import torch\n\npipe.to(torch.bfloat16)"
+    assert whole[0].text == "pipe.to(torch.bfloat16)"
     checked(tried.pasted(loaded, assigned), 5e-2)
 
 
@@ -337,7 +354,7 @@ def test_generate_runs_in_16_bits(tmp_path: Path, precision: str, text: str, is_
     tried = Tried(tmp_path / "infer.py", GENERATE, ("out",))
     assigned = tried.assigned(precision)
     forms = tried.forms(assigned)
-    assert forms[0] == [PastedCode("infer.py:11", f"import torch\n\n{text}", is_around=is_around)]
+    assert forms[0] == [PastedCode("infer.py:11", text, is_around=is_around)]
     for form in forms:
         run = tried.pasted(form, assigned)
         assert run.problem == ""
