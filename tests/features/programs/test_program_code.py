@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from program_parts import PARTS
+from shared_result import shared_result
 
 from lowprec_check.engine.model.target_spec import TargetSpec
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
@@ -181,6 +182,35 @@ def test_a_function_gets_no_import_that_its_file_has(tmp_path: Path) -> None:
         (form,) = tried.forms(assigned)
         assert form[0].text.startswith("import torch\n") == has_import
         assert tried.pasted(form, assigned).errors == tried.outside(assigned).errors
+
+
+def test_modules_and_inputs_that_stay_in_fp32_do(tmp_path: Path) -> None:
+    body = """
+        import torch
+        from torch import nn
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+            def forward(self, x, scale):
+                return self.last(self.first(x)) * (scale / 1e6).to(x.dtype)
+        app = {"net": Net()}
+        y = app["net"](torch.rand(2, 4), scale=torch.tensor(2e6))
+    """
+    tried = Tried(tmp_path / "infer.py", body)
+    plan = next(run for run in shared_result().runs if run.base)
+    scan = msgspec.structs.replace(shared_result(), runs=[msgspec.structs.replace(plan, keep_fp32=["last"], untied=[])])
+    models = [msgspec.structs.replace(model, scan=scan) for model in tried.seen.models]
+    tried.seen = msgspec.structs.replace(tried.seen, models=models)
+    assigned = {"Net#0": Assignment("half", ["last"], ["scale"])}
+    (form,) = tried.forms(assigned)
+    assert "cast_except(app['net'], [\"last\"])" in form[0].text
+    run, outside = tried.pasted(form, assigned), tried.outside(assigned)
+    assert run.problem == ""
+    assert run.errors == outside.errors
+    assert run.errors[0].error is not None
+    assert 0 < run.errors[0].error < 1e-2
+    assert run.weight_bytes == outside.weight_bytes
 
 
 def test_code_without_effect_is_no_code(tmp_path: Path) -> None:
