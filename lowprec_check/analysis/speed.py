@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from lowprec_check.schema.measures import Latency, Speedup, TimingConditions
-from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.statements import Sentence, say
+
+if TYPE_CHECKING:
+    from lowprec_check.schema.scan_result import Run
 
 # A ratio counts only if it can be told apart from 1. It comes from the rounds in which a run and
 # fp32 were called in turns (``run.latency.speedup``): their interval holds the true median in at

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lowprec_check.analysis.rules.registry import Rule
 from lowprec_check.catalog.answers import Difference, Gaps, OpAnswer
 from lowprec_check.catalog.records import SHORT, STATES, Mode, State, in_samples
 from lowprec_check.catalog.support import OnCpu, SupportCell
@@ -26,6 +25,9 @@ from lowprec_check.report.blocks import (
 from lowprec_check.schema.axes import is_declared
 from lowprec_check.schema.precisions import LOW_FORMATS
 from lowprec_check.schema.statements import counted, fill, some
+
+if TYPE_CHECKING:
+    from lowprec_check.analysis.rules.registry import Rule
 
 _SHOWN_OPS = 4
 """Operators shown in full if a name matches many."""
