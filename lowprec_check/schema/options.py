@@ -282,6 +282,7 @@ class ScanOptions(DeclaredOptions):
         "recommended one; all: every run, also with --thorough, --batches, or another option about these errors.",
         unset="failing; recommended in Python and with --json or --report; all with a baseline or --fail-on SEVERITY",
         group=THOROUGH,
+        listed=False,
     )
     reference: Reference = option(
         "fp32", "Precision of the reference for the errors of each op.", group=THOROUGH, listed=False
