@@ -75,7 +75,7 @@ class Guard(nn.Module):
 """
 
 SCANS: dict[str, Sequence[str]] = {
-    "healthy, small": ("mlp.py",),
+    "healthy small": ("mlp.py",),
     "CNN": ("cnn.py",),
     "BERT": (f"transformers:bert,{TINY}",),
     "UNet": ("unet.py",),

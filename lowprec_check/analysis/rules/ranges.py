@@ -23,7 +23,7 @@ from lowprec_check.schema.module_paths import patterns
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.precisions import FloatFormat, formats
 from lowprec_check.schema.scan_result import Run, ScanResult, Severity
-from lowprec_check.schema.statements import Sentence, chained, fill, say, short_op
+from lowprec_check.schema.statements import Sentence, chained, fill, plain, say, say_if, short_op
 
 FLUSHED_SHARE = 0.1  # of the values that are non-zero in fp32
 
@@ -308,40 +308,36 @@ def _vanished(run: Run, result: ScanResult, calls: list[OpCall], after: OpCall |
 
 def _with_others(run: Run, trial: ConstantTrial) -> Sentence:
     """What a run gives with other constants."""
-    place, end = "its place", "the output still has NaN or Inf"
+    place = "its place"
     if len(trial.constants) > 1:
         place = f"the place of all {len(trial.constants)} such constants that were tried"
-    if trial.status == "ok" and trial.rel_l2 is None:
-        end = "the output passes"
-    elif trial.status == "ok":
-        end = "the output passes, error {error:error}"
-    elif trial.rel_l2 is not None and run.status == "nonfinite":
-        end = "the output is finite, error {error:error}, over the tolerance"
-    elif trial.rel_l2 is not None:
-        end = "the output error is still {error:error}, over the tolerance"
-    tried, number = f"with {{number:text}} in {place} {end}", f"{trial.number:.2g}"
+    tried = f"with {{number:text}} in {place}"
     if trial.in_fp32:
         tried = f"fp32 with 0 in its place fails, and {tried}"
-    if "{error" not in end:
-        return say(tried, number=number)
-    return say(tried, number=number, error=trial.rel_l2)
+    return chained(say(tried, number=f"{trial.number:.2g}"), _output_then(run, trial), between=" ")
 
 
 def _with_clamped(run: Run, trial: ClampTrial) -> Sentence:
     """What a run gives with clamped inputs of logarithms."""
-    inputs, end = "its input", "the output still has NaN or Inf"
+    inputs = "its input"
     if trial.places > 1:
         inputs = f"the inputs at all {trial.places} such places"
+    clamped = plain(f"with {inputs} clamped at the smallest normal number")
+    return chained(clamped, _output_then(run, trial), between=", ")
+
+
+def _output_then(run: Run, trial: ConstantTrial | ClampTrial) -> Sentence:
+    """What the output of ``run`` is with what a trial changed."""
+    error = trial.rel_l2
     if trial.status == "ok":
-        end = "the output passes, error {error:error}"
-    elif trial.rel_l2 is not None and run.status == "nonfinite":
-        end = "the output is finite, error {error:error}, over the tolerance"
-    elif trial.rel_l2 is not None:
-        end = "the output error is still {error:error}, over the tolerance"
-    tried = f"with {inputs} clamped at the smallest normal number, {end}"
-    if trial.rel_l2 is None:
-        return say(tried.replace(", error {error:error}", ""))
-    return say(tried, error=trial.rel_l2)
+        return chained(
+            say("the output passes"), say_if(error is not None, "error {error:error}", error=error), between=", "
+        )
+    if error is None:
+        return say("the output still has NaN or Inf")
+    if run.status == "nonfinite":
+        return say("the output is finite, error {error:error}, over the tolerance", error=error)
+    return say("the output error is still {error:error}, over the tolerance", error=error)
 
 
 def _largest_of(row: OpCall, number: float, written: FloatFormat | None) -> str:

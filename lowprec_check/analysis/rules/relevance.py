@@ -361,8 +361,10 @@ def passing_elsewhere(run: Run, result: ScanResult) -> Sentence | None:
     """``use bfloat16, which passes``: a run in a format with more range, the recommended one if
     possible; ``bfloat16 passes`` if the verdict is not to use it.
     """
-    others = (other for wider in _wider(run) for other in _runs_in(wider, result))
-    passing = [other for other in others if passes_all(other, result.runs)]
+    if run.format is None:
+        return None
+    wider = [dtype for dtype in LOW_FORMATS if dtype.max_exponent > run.format.max_exponent]
+    passing = [other for dtype in wider for other in _passing_in(dtype, result)]
     if not passing:
         return None
     best = recommended_run(result)
@@ -388,7 +390,7 @@ def faster(run: Run, result: ScanResult, slow_in: Collection[FloatFormat]) -> st
     if run.format is not None and accelerated.get(run.format):
         return f"the device accelerates {run.format.short}, but not this op; {keep}"
     for dtype, is_accelerated in accelerated.items():
-        passing = [other for other in _runs_in(dtype, result) if passes_all(other, result.runs)]
+        passing = _passing_in(dtype, result)
         if is_accelerated and dtype not in slow_in and passing:
             return f"{passing[0].key.label} passes, and this device accelerates it"
     if all(is_accelerated is None for is_accelerated in accelerated.values()):
@@ -421,20 +423,14 @@ def instead(best: Recommendation | None, result: ScanResult, otherwise: str = ""
     return f"{name} passes{fill('; {}', otherwise)}"
 
 
-def _runs_in(wanted: FloatFormat, result: ScanResult) -> list[Run]:
-    """The runs that were made in a format, without plans."""
-    return [run for run in tried_runs(result) if run.format == wanted]
+def _passing_in(wanted: FloatFormat, result: ScanResult) -> list[Run]:
+    """The runs in a format that pass, without plans."""
+    return [run for run in tried_runs(result) if run.format == wanted and passes_all(run, result.runs)]
 
 
 def tried_runs(result: ScanResult) -> list[Run]:
     """The runs in low precision, without plans and what was not run."""
     return [run for run in result.runs if run.is_low and run.base is None and run.status != "skipped"]
-
-
-def _wider(run: Run) -> list[FloatFormat]:
-    if run.format is None:
-        return []
-    return [wider for wider in LOW_FORMATS if wider.max_exponent > run.format.max_exponent]
 
 
 def find_a_patch(run: Run, result: ScanResult) -> str:
