@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import sys
 import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import PIPE
 from types import FrameType
 from typing import get_args
 
@@ -40,32 +42,77 @@ for arrow in INDEPENDENCE["ignore_imports"]:
 FEATURES = sorted(path.name for path in (PACKAGE / "features").iterdir() if (path / "__init__.py").exists())
 
 
-def table_of(folder: Path) -> str:
-    """The table of runs that the package in ``folder`` prints."""
-    scan = [sys.executable, "-m", "lowprec_check", "scan", str(ROOT / "examples" / "whitening.py")]
-    # As many further inputs are tried as there is time for.
-    scan += ["--times", "off", "--further-inputs", "0"]
-    environment = os.environ | {"PYTHONPATH": str(folder), "COLUMNS": "100"}
-    done = subprocess.run(scan, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "failed:" not in done.stdout
-    found = re.search(r"^(precision .+?)\n\n", done.stdout, re.MULTILINE | re.DOTALL)
-    assert found is not None, done.stdout
-    return found[1]
+SERVER = """
+import contextlib, os, sys
+import torch  # once, not in the process of each scan
+
+for folder in map(str.strip, sys.stdin):
+    fork = os.fork()
+    if fork == 0:
+        os.chdir(folder)
+        os.dup2(os.open("printed", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+        os.dup2(1, 2)
+        sys.path.insert(0, folder)
+        import lowprec_check
+        from lowprec_check.cli.main import main
+        assert lowprec_check.__file__.startswith(folder)
+        with contextlib.suppress(ImportError):
+            from lowprec_check.features.printed_code import run
+            run.METHOD = "fork"
+        main()
+    print(os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]), flush=True)
+"""
+"""Scans with the package in the folder of each line, in a fork."""
 
 
 @pytest.fixture(scope="module")
-def whole_table() -> str:
+def table_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], str]]:
+    """The table of runs that the package in a folder prints."""
+    # As many further inputs are tried as there is time for.
+    options = ("scan", str(ROOT / "examples" / "whitening.py"), "--times", "off", "--further-inputs", "0")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"COLUMNS": "100"}
+    empty = tmp_path_factory.mktemp("server")
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER, *options], cwd=empty, env=environment, text=True, stdin=PIPE, stdout=PIPE
+    ) as server:
+
+        def table(folder: Path) -> str:
+            assert server.stdin is not None
+            assert server.stdout is not None
+            print(folder, file=server.stdin, flush=True)
+            code = server.stdout.readline()
+            printed = (folder / "printed").read_text(encoding="utf-8")
+            assert code == "0\n", printed
+            assert "failed:" not in printed
+            found = re.search(r"^(precision .+?)\n\n", printed, re.MULTILINE | re.DOTALL)
+            assert found is not None, printed
+            return found[1]
+
+        yield table
+        server.communicate()
+
+
+def copy_package(folder: Path) -> None:
+    """Copy the package and its catalog, with what is compiled of it."""
+    shutil.copytree(PACKAGE, folder / "lowprec_check", ignore=shutil.ignore_patterns("*-pytest-*.pyc"))
+    shutil.copytree(ROOT / "catalog", folder / "catalog", dirs_exist_ok=True)
+
+
+@pytest.fixture(scope="module")
+def whole_table(table_of: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory) -> str:
     """That of the whole package."""
-    return table_of(ROOT)
+    folder = tmp_path_factory.mktemp("whole")
+    copy_package(folder)
+    return table_of(folder)
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_the_table_is_the_same_without_a_feature(feature: str, tmp_path: Path, whole_table: str) -> None:
-    shutil.copytree(PACKAGE, tmp_path / "lowprec_check", ignore=shutil.ignore_patterns("__pycache__"))
+def test_the_table_is_the_same_without_a_feature(
+    feature: str, tmp_path: Path, table_of: Callable[[Path], str], whole_table: str
+) -> None:
+    copy_package(tmp_path)
     for removed in (feature, *USED_BY.get(feature, ())):
         shutil.rmtree(tmp_path / "lowprec_check" / "features" / removed)
-    shutil.copytree(ROOT / "catalog", tmp_path / "catalog", dirs_exist_ok=True)
     assert table_of(tmp_path) == whole_table
 
 
@@ -158,8 +205,7 @@ def test_a_feature_is_one_folder_and_a_quantity_of_op_calls_one_more_line(tmp_pa
 
     A saved quantity of op calls is a field besides.
     """
-    shutil.copytree(PACKAGE, tmp_path / "lowprec_check", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "catalog", tmp_path / "catalog")
+    copy_package(tmp_path)
     folder = tmp_path / "lowprec_check" / "features" / "toy"
     folder.mkdir()
     (folder / "__init__.py").write_text("")
