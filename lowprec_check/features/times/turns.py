@@ -152,9 +152,10 @@ class TimedCalls:
             first = self._call_alone()
             if first is not None and first >= LONG_SECONDS:
                 seconds = [first]
+            calls = IN_A_ROW if first is None or first < SHORT_SECONDS else 1
             started = system.monotonic()
             while sum(seconds) < TURN_SECONDS and len(seconds) < MOST_CALLS:
-                alone = self._call_alone()
+                alone = self._call_alone(calls)
                 if alone is not None:
                     seconds.append(alone)
                 if system.monotonic() - started > (ONE_CORE_SECONDS if seconds else REFUSED_SECONDS):
@@ -163,24 +164,28 @@ class TimedCalls:
         finally:
             torch.set_num_threads(threads)
 
-    def _call_alone(self) -> float | None:
-        """Seconds of processor time of a call on one core; ``None`` if it does something else."""
+    def _call_alone(self, calls: int = 1) -> float | None:
+        """Seconds of the processor for the last of ``calls`` on one core, if these do no more."""
         self._rewind()  # which restores the number of threads, too
         torch.set_num_threads(1)
         seed_everything(self._task.seed)
-        inputs = self._ready.inputs(*self._inputs)
+        inputs_in_a_row = [self._ready.inputs(*self._inputs) for _ in range(calls)]
+        taken = worked = used = 0.0
         before, others, frames = system.own_wait(), system.time_of_other_threads(), compiled_frames()
-        started = system.thread_time()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _, taken = call_once(self._ready, *inputs)
-        worked, after = system.thread_time() - started, system.own_wait()
-        # It may not sleep, nor other threads work, or code be compiled again for fewer threads.
+            for inputs in inputs_in_a_row:
+                started = system.thread_time()
+                _, seconds = call_once(self._ready, *inputs)
+                used = min(system.thread_time() - started, seconds)
+                taken, worked = taken + seconds, worked + used
+        after = system.own_wait()
+        # They may not sleep, nor other threads work, or code be compiled again for fewer threads.
         others_worked = system.time_of_other_threads() - others > ALONE * taken
         if before is None or after is None or others_worked or compiled_frames() > frames:
             return None
         slept = taken - worked - (after - before)
-        return worked if slept <= ALONE * worked else None
+        return used if slept <= ALONE * worked else None
 
     def call(self) -> float:
         """Seconds of a call."""
