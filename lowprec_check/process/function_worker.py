@@ -35,25 +35,28 @@ from lowprec_check.process.supervisor import BATCH, FOREIGN_BYTES, Decode, Messa
 
 
 class Activity:
-    """How long a process and its descendants have waited without using the processor."""
+    """How long a process and its descendants have used no processor, nor waited for one."""
 
     SECONDS = 0.5
     """Between two measurements."""
     LEAST = 0.02
-    """Processor seconds in that time that count as work."""
+    """Seconds with a processor, or waiting for one, in that time that count as work."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._used, self._measured = 0.0, 0.0
+        self._waits = system.CoreWaits(pid)
         self._worked: float | None = None
 
     def idle_seconds(self, now: float) -> float:
         """Seconds from when the process was last seen to work to ``now`` (``time.monotonic()``)."""
         if self._worked is None or now - self._measured >= self.SECONDS:
             used = _processor_seconds(self._pid)
-            if self._worked is None or used is None or abs(used - self._used) > self.LEAST:
+            # Its main thread may sleep until another one, which has no core, has done its part.
+            works = used is None or max(abs(used - self._used), self._waits.longest() or 0.0) > self.LEAST
+            if self._worked is None or works:
                 self._worked = now
-            self._used, self._measured = used or 0.0, now
+            self._used, self._measured, self._waits = used or 0.0, now, system.CoreWaits(self._pid)
         return now - self._worked
 
 

@@ -85,3 +85,15 @@ def test_a_limit_of_the_user_is_not_put_in_doubt(options: dict[str, Any], may: b
     with runs_here(MODEL, INPUTS, **options) as runs:
         runs.reference()
         assert (runs.launcher.slowdown is not None) is may
+
+
+@pytest.mark.parametrize(("seconds", "counts"), [(9.0, False), (12.0, True)])
+def test_the_time_that_a_scan_of_long_calls_announces_holds_beside_a_load(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, counts: bool
+) -> None:
+    """A call that takes so long by the clock is long, whatever it waited for."""
+    with runs_here(MODEL, INPUTS) as runs:
+        runs.reference()
+        monkeypatch.setattr(runs, "_seconds_by_clock", seconds)
+        runs.in_order([])
+        assert runs._task("half").waits_count is counts

@@ -26,7 +26,7 @@ import torch
 from conftest import ROOT
 
 from lowprec_check.engine.model.user_code import parsing
-from lowprec_check.process import process_group, system
+from lowprec_check.process import function_worker, process_group, system
 from lowprec_check.process.breadcrumb import Breadcrumb, open_shared, read_shared, shared_file
 from lowprec_check.process.command_worker import CommandWorker, LineWorker
 from lowprec_check.process.fork_lock import ForkLock
@@ -295,6 +295,17 @@ def test_the_time_in_which_nobody_read_does_not_count() -> None:
     worker.resume(60.0)
     assert worker.idle_seconds() == 0
     assert watch(worker)[1].state == "idle"
+
+
+@pytest.mark.parametrize(("waited", "idle"), [(0.0, 1.0), (0.3, 0.0)])
+def test_a_worker_whose_threads_wait_for_a_core_is_not_idle(
+    monkeypatch: pytest.MonkeyPatch, waited: float, idle: float
+) -> None:
+    monkeypatch.setattr(function_worker, "_processor_seconds", lambda _: 1.0)
+    monkeypatch.setattr(system.CoreWaits, "longest", lambda _: waited)
+    activity = function_worker.Activity(os.getpid())
+    assert activity.idle_seconds(10.0) == 0.0
+    assert activity.idle_seconds(11.0) == idle
 
 
 def test_a_worker_that_is_not_watched_any_more_can_be_released() -> None:
