@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared_result import run, shared_result
 
+from lowprec_check.report import sarif
 from lowprec_check.report.foreign_text import without_folders
-from lowprec_check.report.formats import sarif
 from lowprec_check.report.places import FileLine, places
 from lowprec_check.report.registry import render
 from lowprec_check.schema.scan_result import Diagnostic, ScanResult
