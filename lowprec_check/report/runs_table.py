@@ -143,7 +143,10 @@ def _figures(run: Run, result: ScanResult, is_brief: bool) -> dict[str, Any]:
         text = ""
         if error.rel_l2 is None and error.distance is not None:
             text = error_text(run) or ""
-        figures["output error"] = ErrorOf(error.distance, run.tolerance, text)
+        distance = error.distance
+        if is_brief and run.tolerance and distance is not None:  # as its part of the tolerance
+            distance = max(distance, part_of_tolerance(run) * run.tolerance)
+        figures["output error"] = ErrorOf(distance, run.tolerance, text)
         if error.by_meaning is not None:  # its limit is none of the relative error
             figures["output error"] = ErrorOf(error.rel_l2, None, error_text(run) or "")
     return figures

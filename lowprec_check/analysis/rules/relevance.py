@@ -392,7 +392,9 @@ def faster(run: Run, result: ScanResult, slow_in: Collection[FloatFormat]) -> st
     for dtype, is_accelerated in accelerated.items():
         passing = _passing_in(dtype, result)
         if is_accelerated and dtype not in slow_in and passing:
-            return f"{passing[0].key.label} passes, and this device accelerates it"
+            recommended = recommended_run(result)
+            best = recommended if recommended in passing else passing[0]
+            return f"{best.key.label} passes, and this device accelerates it"
     if all(is_accelerated is None for is_accelerated in accelerated.values()):
         return f"use a dtype that the device accelerates, or {keep}"
     return keep
