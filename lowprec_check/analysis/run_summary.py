@@ -334,11 +334,11 @@ def vanishes(fp32: Run) -> bool:
 
 
 def differing_integers(run: Run) -> Sentence | None:
-    """Integers that differ in an output judged by its floating tensors."""
+    """Integers that differ, few enough for their limit."""
     error = run.output_error
     if error is None or error.rel_l2 is None or not error.mismatched:
         return None
-    words = "{share:percent} of the integers or booleans in a tensor of the output differ, which is not judged"
+    words = "{share:percent} of the integers or booleans in a tensor of the output differ"
     return say(words, share=error.mismatched)
 
 
