@@ -256,29 +256,69 @@ def tensors_by_code(value: Any, code: str) -> list[tuple[str, torch.Tensor]]:
     return tensors
 
 
-def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+Copies = dict[int, tuple[Any, Any]]
+"""By the id of an object, the object and its copy."""
+
+
+def map_tensors(value: Any, function: Callable[[torch.Tensor], Any], copies: Copies | None = None) -> Any:
     """Return ``value`` with each tensor replaced by ``function(tensor)``, in new equal containers.
     An object that cannot be copied, since its own methods fail, stays if it holds no tensor.
+
+    ``copies`` gets those of lists, dicts and objects with attributes; what is in it is not copied.
     """
-    return _mapped(value, function, {})
+    return _mapped(value, function, {} if copies is None else copies)
 
 
-def _mapped(value: Any, function: Callable[[torch.Tensor], Any], objects: dict[int, Any]) -> Any:
+def refill(copies: Copies, function: Callable[[torch.Tensor], Any]) -> Copies:
+    """Give objects what was written to their copies, with ``function`` of each tensor.
+
+    Returns what to map other values with in which these copies are.
+    """
+    originals = {id(clone): (clone, original) for original, clone in copies.values() if clone is not original}
+    for clone, original in list(originals.values()):
+        if type(clone) is list:
+            original[:] = [_mapped(item, function, originals) for item in clone]
+            continue
+        if type(clone) is dict:
+            items = {key: _mapped(item, function, originals) for key, item in clone.items()}
+            original.clear()
+            original.update(items)
+            continue
+        for name, item in _children(clone):
+            mapped = _mapped(item, function, originals)
+            with contextlib.suppress(Exception):
+                object.__setattr__(original, name, mapped)
+    return originals
+
+
+def _mapped(value: Any, function: Callable[[torch.Tensor], Any], objects: Copies) -> Any:
     """The same; ``objects`` has what the user's objects became that it is inside of."""
     kind: Any = type(value)
     if issubclass(kind, torch.Tensor):
         return function(value)
+    if id(value) in objects:
+        return objects[id(value)][1]
+    clone: Any
+    if kind is list:
+        clone = []
+        objects[id(value)] = value, clone
+        clone += [_mapped(item, function, objects) for item in value]
+        return clone
+    if kind is dict:
+        clone = {}
+        objects[id(value)] = value, clone
+        clone.update({key: _mapped(item, function, objects) for key, item in value.items()})
+        return clone
     if issubclass(kind, Mapping):
         return _mapped_mapping(value, function, objects)
     if issubclass(kind, (list, tuple)):
         mapped = [_mapped(item, function, objects) for item in _elements(value)]
         return _made(value, lambda: kind(*mapped) if hasattr(kind, "_fields") else kind(mapped))
-    if id(value) in objects:
-        return objects[id(value)]
     if dataclasses.is_dataclass(kind) or _is_user_object(value):
 
         def with_attributes() -> Any:
-            clone = objects[id(value)] = copy.copy(value)
+            clone = copy.copy(value)
+            objects[id(value)] = value, clone
             for name, item in _children(value):
                 # Of the objects inside it those that hold tensors, such as the caches of a decoder
                 if dataclasses.is_dataclass(item) or not _is_user_object(item) or next(leaves(item), None) is not None:
@@ -289,10 +329,8 @@ def _mapped(value: Any, function: Callable[[torch.Tensor], Any], objects: dict[i
     return value
 
 
-def _mapped_mapping(value: Any, function: Callable[[torch.Tensor], Any], objects: dict[int, Any]) -> Any:
+def _mapped_mapping(value: Any, function: Callable[[torch.Tensor], Any], objects: Copies) -> Any:
     content = {key: _mapped(item, function, objects) for key, item in _pairs(value)}
-    if type(value) is dict:
-        return content
 
     def refilled() -> Any:
         mapping = copy.copy(value)

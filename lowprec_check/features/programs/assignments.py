@@ -33,6 +33,8 @@ def assignments_of(program: ProgramScan) -> Iterator[tuple[str, Assignments]]:
     recommended: dict[str, Assignment] = {}
     for model in program.models:
         assignment = recommended_assignment(model)
+        if model.key in program.stay_in_fp32:
+            assignment = Assignment("fp32")
         # Of one whose methods are called, the first that cannot be cast decides
         if model.key not in recommended or recommended[model.key].precision != "fp32":
             recommended[model.key] = assignment

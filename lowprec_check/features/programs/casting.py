@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -13,24 +14,34 @@ from torch import Tensor, nn
 from lowprec_check.engine.model.inputs import tensors_named
 from lowprec_check.engine.model.prepared import Application, application_of
 from lowprec_check.features.programs.assignments import Assignment, Assignments
-from lowprec_check.features.programs.program_scan import CallError
+from lowprec_check.features.programs.program_scan import OTHER_INTEGERS, CallError
 from lowprec_check.features.programs.watching import CallWatcher
 from lowprec_check.process import system
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.torchkit.devices import synchronize
 from lowprec_check.torchkit.floating_dtypes import NARROW, torch_dtype
-from lowprec_check.torchkit.output_comparison import compare_outputs
-from lowprec_check.torchkit.pytree import leaves, map_tensors, stored
+from lowprec_check.torchkit.output_comparison import compare_outputs, same_bits
+from lowprec_check.torchkit.pytree import Copies, leaves, map_tensors, refill, stored
 
-MOST_ELEMENTS = 1 << 20
-"""Of an output that are compared: of a larger one so many, evenly spaced."""
+MOST_ELEMENTS, MOST_BYTES = 1 << 20, 1 << 30
+"""Of the outputs of a call that are compared, evenly spaced; of the outputs of all calls."""
+
+_INTEGERS = 1 << 12
+"""Of an input with integers that are compared."""
+_SOON = 1e-3
+"""Seconds until a program is ended that makes more calls than fp32."""
 
 
 class ProgramCaster(CallWatcher):
     """Casts each model where it is called first, and its inputs and outputs at every call."""
 
-    def __init__(self, assigned: Assignments, methods: Iterable[tuple[str, str]], outputs: Path) -> None:
-        """``methods`` count as calls; ``outputs`` has those of fp32, or will have them."""
+    def __init__(
+        self, assigned: Assignments, methods: Iterable[tuple[str, str]], outputs: Path, *, calls: int, most: int | None
+    ) -> None:
+        """``methods`` count as calls; ``outputs`` has those of fp32, or will have them.
+
+        So many ``calls`` are expected; the program is stopped after the ``most``, if it goes on.
+        """
         super().__init__()
         self.on_progress: Any = None
         self.errors: list[CallError] = []
@@ -40,37 +51,51 @@ class ProgramCaster(CallWatcher):
         """In calls of models, without their casts of weights."""
         self._choices, self._methods, self._outputs = assigned, set(methods), outputs
         self._saves = not assigned
+        self._most = most
+        self._elements = min(MOST_ELEMENTS, max(1, MOST_BYTES // (4 * max(calls, 1))))
         self._applied: dict[str, Application] = {}
-        self._counts: dict[str, int] = {}
+        self._numbers: dict[tuple[str, str], int] = {}
 
     def counts(self, module: nn.Module, method: str) -> bool | None:
         """Whether a method was found to count."""
         return (self.key_of(module, keep=False), method) in self._methods
 
-    def note(self, module: nn.Module, method: str, args: Any, kwargs: Any, line: str | None) -> None:
+    def note(self, module: nn.Module, method: str, args: Any, kwargs: Any, line: str | None) -> Callable[[Any], None]:
         """Nothing is kept."""
+        return _nothing
 
-    def computed(self, module: nn.Module, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
+    def computed(self, module: nn.Module, method: str, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
         """The result of a call in the precision of the model, in the dtypes that it has in fp32."""
         key = self.key_of(module)
         with self._lock:
-            number = self._counts[key] = self._counts.get(key, 0) + 1
+            if self._most is not None and sum(self._numbers.values()) >= self._most:
+                # What follows cannot be compared; the thread that runs the program ends it
+                signal.setitimer(signal.ITIMER_REAL, _SOON)
+                return call(module, *args, **kwargs)
+            number = self._numbers[key, method] = self._numbers.get((key, method), 0) + 1
         assignment, device = self._choices.get(key), next(module.parameters()).device
         application = None
         if assignment is not None and assignment.precision != "fp32":
             application = self._application(key, assignment, module)
+        integers = [
+            _sample(tensor, _INTEGERS) for _, tensor in leaves((args, kwargs)) if not tensor.is_floating_point()
+        ]
         synchronize(device)
         start = system.monotonic()
         if application is None:
             output = call(module, *args, **kwargs)
         else:
-            args, kwargs = _cast(application, args, kwargs)
+            copies: Copies = {}
+            cast_args, cast_kwargs = _cast(application, args, kwargs, copies)
             with application.context(device.type):
-                output = call(module, *args, **kwargs)
-            output = map_tensors(output, lambda tensor: tensor.float() if tensor.dtype in NARROW else tensor)
+                output = call(module, *cast_args, **cast_kwargs)
+            # A cache that the call fills is that of the program
+            output = map_tensors(output, _in_fp32, refill(copies, _in_fp32))
         synchronize(device)
         self.seconds += system.monotonic() - start
-        self._compare(key, number, [_sample(tensor) for _, tensor in leaves(output)])
+        tensors = [tensor for _, tensor in leaves(output)]
+        most = max(self._elements // max(len(tensors), 1), 1)
+        self._compare(key, method, number, integers, [_sample(tensor, most) for tensor in tensors])
         return output
 
     def weight_bytes(self) -> int:
@@ -91,25 +116,43 @@ class ProgramCaster(CallWatcher):
         if key not in self._applied:
             application = application_of(PRECISIONS.get(assignment.precision))
             application.keep_fp32_inputs = tuple(assignment.keep_fp32_inputs)
+            keep_fp32 = list(dict.fromkeys([*assignment.keep_fp32, *self._nested_in_fp32(module)]))
             with torch.no_grad():
-                application.apply(module, next(module.parameters()).device.type, assignment.keep_fp32)
+                application.apply(module, next(module.parameters()).device.type, keep_fp32)
             self._applied[key] = application
         return self._applied[key]
 
-    def _compare(self, key: str, number: int, output: list[Tensor]) -> None:
-        file = self._outputs / f"{key}-{number}.pt"
+    def _nested_in_fp32(self, module: nn.Module) -> list[str]:
+        """Parts of a model that the program called before, and that stay in fp32."""
+        in_fp32 = {key for key, assignment in self._choices.items() if assignment.precision == "fp32"}
+        parts = ((path, self._keys.get(id(part), (part, ""))[1]) for path, part in module.named_modules())
+        return [path for path, key in parts if path and key in in_fp32]
+
+    def _compare(self, key: str, method: str, number: int, integers: list[Tensor], output: list[Tensor]) -> None:
+        """Compare a call with that of fp32, by its inputs that are integers and by its output."""
+        file = self._outputs / f"{key}.{method}-{number}.pt"
         if self._saves:
-            torch.save(output, file)
+            torch.save((integers, output), file)
             return
         if not file.exists():
-            self.errors.append(CallError(key, number, None, note="fp32 makes no such call"))
+            self.errors.append(CallError(key, number, None, note="fp32 makes no such call", method=method))
             return
-        compared = compare_outputs(output, torch.load(file))
+        integers_of_fp32, output_of_fp32 = torch.load(file)
+        compared, note = compare_outputs(output, output_of_fp32), ""
         error = compared.distance if math.isfinite(compared.distance) else None
-        self.errors.append(CallError(key, number, error, compared.nonfinite, compared.note or ""))
+        if not same_bits(integers, integers_of_fp32):
+            note = OTHER_INTEGERS
+        self.errors.append(CallError(key, number, error, compared.nonfinite, note or compared.note or "", method))
 
 
-def _cast(application: Application, args: Any, kwargs: Any) -> Any:
+def _nothing(_output: Any) -> None: ...
+
+
+def _in_fp32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in NARROW else tensor
+
+
+def _cast(application: Application, args: Any, kwargs: Any, copies: Copies) -> Any:
     """Inputs in the dtypes of a precision, but for those that stay in fp32."""
     fp32 = {id(tensor) for tensor in tensors_named(application.keep_fp32_inputs, args, kwargs)}
 
@@ -118,12 +161,12 @@ def _cast(application: Application, args: Any, kwargs: Any) -> Any:
             return tensor
         return tensor.to(application.dtype_of_input(tensor))
 
-    return map_tensors((args, kwargs), cast)
+    return map_tensors((args, kwargs), cast, copies)
 
 
-def _sample(tensor: Tensor) -> Tensor:
-    """A copy on the CPU, of evenly spaced elements if there are many."""
+def _sample(tensor: Tensor, most: int) -> Tensor:
+    """A copy on the CPU, of evenly spaced elements if there are more than ``most``."""
     tensor = tensor.detach()
-    if tensor.numel() > MOST_ELEMENTS:
-        tensor = tensor.reshape(-1)[:: -(-tensor.numel() // MOST_ELEMENTS)]
+    if tensor.numel() > most:
+        tensor = tensor.reshape(-1)[:: -(-tensor.numel() // most)]
     return tensor.cpu().clone()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -24,22 +24,19 @@ _DEPTH = 4
 class PlacingWatcher(CallWatcher):
     """Notes where each model is called first."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, wanted: Mapping[tuple[str, str], Collection[int]] | None = None) -> None:
+        super().__init__(wanted)
         self.places: dict[tuple[str, str], FirstCall] = {}
 
-    def note(self, module: nn.Module, method: str, args: Any, kwargs: Any, line: str | None) -> None:
-        """Note the call, and the first one's place."""
-        key = self.key_of(module), method
-        if key not in self.places:
-            takes_floats = any(tensor.is_floating_point() for _, tensor in leaves((args, kwargs)))
-            frame = sys._getframe(1)
-            self.places[key] = place_of(module, frame, takes_floats=takes_floats)
-            path = self.places[key].path
-            alike = [other for other, place in self.places.items() if place.path == path and other[0] != key[0]]
-            if path and alike:
-                self._tell_apart([*alike, key], module, frame)
-        super().note(module, method, args, kwargs, line)
+    def first_seen(self, key: tuple[str, str], module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note its place."""
+        takes_floats = any(tensor.is_floating_point() for _, tensor in leaves((args, kwargs)))
+        frame = sys._getframe(1)
+        self.places[key] = place_of(module, frame, takes_floats=takes_floats)
+        path = self.places[key].path
+        alike = [other for other, place in self.places.items() if place.path == path and other[0] != key[0]]
+        if path and alike:
+            self._tell_apart([*alike, key], module, frame)
 
     def _tell_apart(self, keys: list[tuple[str, str]], last: nn.Module, frame: FrameType) -> None:
         """Give models other paths, which a variable stood for one after another, as in a loop."""

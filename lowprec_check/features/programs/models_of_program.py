@@ -9,7 +9,7 @@ import functools
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -18,18 +18,21 @@ from torch import nn
 from lowprec_check.analysis.conclusion import conclude
 from lowprec_check.catalog.versions import own_version
 from lowprec_check.core.scan import ScanArguments, growing_scan
-from lowprec_check.engine.model.inputs import as_inputs
+from lowprec_check.engine.model.inputs import as_inputs, bind
 from lowprec_check.engine.model.target import Target, check, forward_of, unchecked_target
 from lowprec_check.engine.model.target_source import TargetSource
 from lowprec_check.engine.model.target_spec import NOTICE, OnProgress
 from lowprec_check.errors import UsageError, message_of
 from lowprec_check.features.programs.calls_of_model import CallCopy, CallsOfModel
 from lowprec_check.features.programs.first_calls import PlacingWatcher, names_of_modules
+from lowprec_check.features.programs.module_state import State, restore_state
 from lowprec_check.features.programs.program_options import check_fits
 from lowprec_check.features.programs.program_scan import FirstCall, ProgramScan, ScannedModel
 from lowprec_check.process import Isolation
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.torchkit.source_location import is_own_file
+
+_STATE = "state_of_call"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +53,17 @@ class ProgramModel:
     """Where it is called first."""
 
     def target(self) -> Target:
-        """What is scanned: the module on the kept calls, each a batch."""
-        model = self.module
+        """What is scanned: the module on the kept calls, each a batch and from its own state."""
+        model, forward = self.module, forward_of(self.module)
         if self.method:
-            model = _with_forward(model, self.method)
-        inputs = [as_inputs(forward_of(model), call.args, call.kwargs) for call in self.kept]
+            model = _with_forward(model, getattr(type(model), self.method))
+            forward = forward_of(model)
+        inputs = [as_inputs(forward, call.args, call.kwargs) for call in self.kept]
+        if any(call.state for call in self.kept):
+            with contextlib.suppress(UsageError):  # arguments without names
+                named = [bind(forward, call.args, call.kwargs) for call in self.kept]
+                model = _with_states(model, [call.state for call in self.kept])
+                inputs = [{**by_name, _STATE: number} for number, by_name in enumerate(named)]
         line = self.kept[0].line
         target = unchecked_target(
             model,
@@ -71,12 +80,14 @@ class ProgramModel:
 class WatchedProgram:
     """What was seen of a program: :func:`watch` gives it."""
 
-    def __init__(self, name: str = "program") -> None:
+    def __init__(self, name: str = "program", wanted: Mapping[tuple[str, str], Collection[int]] | None = None) -> None:
+        """``wanted`` calls are kept, by the key of a model and its method."""
         self.name = name
+        self.was_stopped = False
         self.notes: tuple[str, ...] = ()
         """What its reader needs to know, such as why it did not run to its end."""
         self.on_progress: OnProgress | None = None
-        self._watcher = PlacingWatcher()
+        self._watcher = PlacingWatcher(wanted)
         self._names: dict[int, str] = {}
 
     @contextlib.contextmanager
@@ -135,31 +146,45 @@ class WatchedProgram:
                 )
                 for model in self.models
             ],
-            notes=list(self.notes),
+            notes=[*self.notes, *self._watcher.notes],
             complete=False,
+            was_stopped=self.was_stopped,
         )
 
-    def growing_scan(self, options: ScanOptions, isolation: Isolation | None = None) -> Iterator[ProgramScan]:
-        """Yield the result after each model."""
+    def growing_scan(
+        self, options: ScanOptions, isolation: Isolation | None = None, earlier: ProgramScan | None = None
+    ) -> Iterator[ProgramScan]:
+        """Yield the result after each model; of those with the same calls, that of ``earlier``."""
         models, result = self.models, self.seen()
         if not models:
             problem = "No model was called: no torch.nn.Module with parameters."
             raise UsageError(problem, "Call the models of the program while it is watched.")
         yield result
+        scans = {}
+        if earlier is not None:
+            result = msgspec.structs.replace(result, runs=earlier.runs)
+            scans = {(scanned.key, scanned.method, tuple(scanned.kept)): scanned for scanned in earlier.models}
         for index, model in enumerate(models):
-            scanned = result.models[index]
-            try:
-                source = TargetSource(model.target(), name=model.name)
-                if self.on_progress is not None:
-                    source.on_progress = functools.partial(_progress_of, self.on_progress, model)
-                of_model = dataclasses.replace(options, batches=len(model.kept))
-                *_, scan = growing_scan(source, isolation, of_model)
-                scanned = msgspec.structs.replace(scanned, scan=conclude(scan))
-            except UsageError as error:
-                scanned = msgspec.structs.replace(scanned, problem=message_of(error))
-            listed = [scanned if place == index else other for place, other in enumerate(result.models)]
+            listed = list(result.models)
+            scanned = listed[index]
+            same = scans.get((scanned.key, scanned.method, tuple(scanned.kept)))
+            listed[index] = same or self._scanned(model, scanned, options, isolation)
             result = msgspec.structs.replace(result, models=listed, complete=index == len(models) - 1)
             yield result
+
+    def _scanned(
+        self, model: ProgramModel, scanned: ScannedModel, options: ScanOptions, isolation: Isolation | None
+    ) -> ScannedModel:
+        """A model with its scan, or the problem that it has."""
+        try:
+            source = TargetSource(model.target(), name=model.name)
+            if self.on_progress is not None:
+                source.on_progress = functools.partial(_progress_of, self.on_progress, model)
+            of_model = dataclasses.replace(options, batches=len(model.kept))
+            *_, scan = growing_scan(source, isolation, of_model)
+            return msgspec.structs.replace(scanned, scan=conclude(scan))
+        except UsageError as error:
+            return msgspec.structs.replace(scanned, problem=message_of(error))
 
 
 @contextlib.contextmanager
@@ -178,13 +203,23 @@ def watch() -> Iterator[WatchedProgram]:
         yield program
 
 
-def _with_forward(module: nn.Module, method: str) -> nn.Module:
-    """A module with the parts of ``module``, whose ``forward`` is its ``method``."""
+def _with_forward(module: nn.Module, function: Callable[..., Any]) -> nn.Module:
+    """A module with the parts of ``module``, which is called by ``function``."""
     kind = type(module)
-    function = getattr(kind, method)
     other = copy.copy(module)
     other.__class__ = type(kind.__name__, (kind,), {"forward": function, "__module__": kind.__module__})
     return other
+
+
+def _with_states(module: nn.Module, states: list[State]) -> nn.Module:
+    """A module that is in one of ``states`` before each call: its number is one more argument."""
+    inner = type(module).forward
+
+    def forward(self: nn.Module, **arguments: Any) -> Any:
+        restore_state(self, states[arguments.pop(_STATE)])
+        return inner(self, **arguments)
+
+    return _with_forward(module, forward)
 
 
 def _progress_of(on_progress: OnProgress, model: ProgramModel, run: str, doing: str) -> None:

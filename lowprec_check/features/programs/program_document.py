@@ -11,6 +11,7 @@ from lowprec_check.analysis.run_summary import candidates, label
 from lowprec_check.analysis.statements.advice import verdict
 from lowprec_check.features.programs.assignments import AGAIN, RECOMMENDED
 from lowprec_check.features.programs.program_scan import (
+    OTHER_INTEGERS,
     CallError,
     ProgramRun,
     ProgramScan,
@@ -158,7 +159,10 @@ def _verdict(program: ProgramScan) -> Iterator[Block]:
     run = next((run for run in program.runs if run.name == RECOMMENDED), None)
     if run is None:
         if program.complete:
-            yield Say("Stay in fp32: no model passes in 16 bits.", "bad", "verdict")
+            why = "no model passes in 16 bits"
+            if program.stay_in_fp32:
+                why = "models pass in 16 bits, but the program parts from fp32 with them"
+            yield Say(f"Stay in fp32: {why}.", "bad", "verdict")
         return
     name, last = _name_of(run, program.models), run.errors[-1] if run.errors else None
     compared = ", ".join(f"{each.name} {_difference(each)}" for each in run.variables)
@@ -172,7 +176,7 @@ def _verdict(program: ProgramScan) -> Iterator[Block]:
         yield Say(f"{name}: the last output is as in fp32, error {last.error:.1e}, {part}{memory}.", "good", "verdict")
     for other in program.runs:
         black = [each.name for each in other.variables if each.is_black]
-        first = _first_apart(other)
+        first = other.first_error
         if black and first is not None and other is not run:
             where = f" from {_model_called(first, program.models)} on"
             yield Say(f"{_name_of(other, program.models)}: {', '.join(black)} is black{where}.", "bad", "item")
@@ -226,23 +230,21 @@ def _where(run: ProgramRun, models: Sequence[ScannedModel]) -> str | None:
     """The call at which a run parts from fp32; ``None`` if none does."""
     if run.problem:
         return run.problem
-    error = _first_apart(run)
+    error = run.first_error
     if error is None:
         return None
     what = error.note
     if error.nonfinite:
         what = "has NaN or Inf"
-    elif error.error is not None:
+    elif error.error is not None and error.note != OTHER_INTEGERS:
         what = f"differs by {error.error:.1e}"
     return f"{_model_called(error, models)}, call {error.call}: {what}"
 
 
-def _first_apart(run: ProgramRun) -> CallError | None:
-    return next((error for error in run.errors if error.exceeds(run.tolerance)), None)
-
-
 def _model_called(error: CallError, models: Sequence[ScannedModel]) -> str:
-    return next((model.name for model in models if model.key == error.model), error.model)
+    names = {(model.key, ""): model.name for model in models}  # methods are not in older files
+    names |= {(model.key, model.method): model.name for model in models}
+    return names.get((error.model, error.method), error.model)
 
 
 def _low_runs(scan: ScanResult) -> list[Run]:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from lowprec_check.core.session import Session
 from lowprec_check.engine.model.patched_source import use_sources
 from lowprec_check.engine.model.target_spec import NOTICE, OnProgress, TargetSpec
 from lowprec_check.errors import ProcessLostError, UsageError, first_line, message_of
-from lowprec_check.features.programs.assignments import RECOMMENDED, Assignment, Assignments, assignments_of
+from lowprec_check.features.programs.assignments import AGAIN, RECOMMENDED, Assignment, Assignments, assignments_of
 from lowprec_check.features.programs.program_code import forms_of_code, patched, why_no_code
 from lowprec_check.features.programs.program_scan import PastedCode, ProgramRun, ProgramScan
 from lowprec_check.process import Isolation
@@ -25,8 +25,12 @@ from lowprec_check.schema.options import ScanOptions
 if TYPE_CHECKING:
     from lowprec_check.features.programs.models_of_program import WatchedProgram
 
+Wanted = dict[tuple[str, str], set[int]]
+"""Numbers of calls, by the key of a model and its method."""
 PROGRAM_SECONDS = 600.0
 """The program is stopped then, and what was seen is scanned."""
+MOST_BLAMED = 4
+"""Models that are put back into fp32, one after the other, until the program ends as in fp32."""
 FORGIVEN = 4.0
 """So many times as long it may take in another precision, which the device may not accelerate."""
 
@@ -43,37 +47,99 @@ def scan_program_file(
 
     Raises :class:`UsageError` for what the user can fix, as a script that fails.
     """
-    seconds = FORGIVEN * (options.budget or PROGRAM_SECONDS)
-    load = functools.partial(_watched, compare)
-    watching = Session(spec, options, isolation, seconds, on_progress, load=load)
+    runs = _Runs(spec, options, isolation, on_progress, compare)
     result: ProgramScan | None = None
-    for result in watching.grow(_growing_scan, ProgramScan):
+    for result in runs.scanned():
         yield msgspec.structs.replace(result, complete=False)
     assert result is not None
-    program = result
-    methods = [(model.key, model.method) for model in program.models if model.method]
     with tempfile.TemporaryDirectory(prefix="lowprec-check-") as folder:
+        for with_run in runs.added_to(result, Path(folder)):
+            result = with_run
+            yield msgspec.structs.replace(result, complete=False)
+        missed = missed_calls(result)
+        if missed:
+            for scanned in runs.scanned(missed, result):
+                result = scanned
+                yield msgspec.structs.replace(result, complete=False)
+            for with_run in runs.added_to(result, Path(folder)):
+                result = with_run
+                yield msgspec.structs.replace(result, complete=False)
+        for _ in range(MOST_BLAMED):
+            key = key_to_blame(result)
+            if key is None:
+                break
+            result = msgspec.structs.replace(result, stay_in_fp32=[*result.stay_in_fp32, key])
+            for with_run in runs.added_to(result, Path(folder)):
+                result = with_run
+                yield msgspec.structs.replace(result, complete=False)
+    yield msgspec.structs.replace(result, complete=True)
 
-        def run_of(name: str, assigned: Assignments, pasted: Sequence[PastedCode] = ()) -> ProgramRun:
-            """The program again, with casts from outside, or by the code in it."""
-            load = functools.partial(_run_cast, assigned, methods, compare, Path(folder), patched(program, pasted))
-            session = Session(spec, options, isolation, seconds, _named(on_progress, name), load=load)
-            try:
-                *_, run = session.grow(_run_of, ProgramRun)
-            except (UsageError, ProcessLostError) as error:
-                run = ProgramRun("", [], problem=first_line(message_of(error)))
-            precisions = [assigned[model.key].precision if assigned else "fp32" for model in program.models]
-            return msgspec.structs.replace(run, name=name, precisions=precisions, code=[*pasted])
 
-        for name, assigned in assignments_of(result):
-            run = _run_by_code(program, assigned, run_of) if name == RECOMMENDED else run_of(name, assigned)
+@dataclass
+class _Runs:
+    """The program in processes of its own: watched, and with its models in other precisions."""
+
+    spec: TargetSpec
+    options: ScanOptions
+    isolation: Isolation | None
+    on_progress: OnProgress | None
+    compare: Sequence[str]
+    made: dict[str, Assignments] = field(default_factory=dict)
+
+    def scanned(self, wanted: Wanted | None = None, earlier: ProgramScan | None = None) -> Iterator[ProgramScan]:
+        """Watch it, keep the calls that are ``wanted``, and yield the result after each model."""
+        session = self._session(functools.partial(_watched, self.compare, wanted or {}))
+        return session.grow(functools.partial(_growing_scan, earlier=earlier), ProgramScan)
+
+    def added_to(self, result: ProgramScan, outputs: Path) -> Iterator[ProgramScan]:
+        """Yield the result without runs that are out of date, then after each new one."""
+        assignments = dict(assignments_of(result))
+        result = msgspec.structs.replace(result, runs=[run for run in result.runs if run.name in assignments])
+        yield result
+        for name, assigned in assignments.items():
+            if self.made.get(name) == assigned:
+                continue
+            self.made[name] = assigned
+            run_of = functools.partial(self._run, result, outputs)
+            run = _run_by_code(result, assigned, run_of) if name == RECOMMENDED else run_of(name, assigned)
             if not assigned and not run.problem:  # it has only saved its outputs
                 continue
-            result = msgspec.structs.replace(result, runs=[*result.runs, run])
-            yield msgspec.structs.replace(result, complete=False)
+            by_name = {other.name: other for other in result.runs} | {name: run}
+            result = msgspec.structs.replace(result, runs=list(by_name.values()))
+            yield result
             if not assigned:  # fp32 failed: there is nothing to compare with
-                break
-    yield msgspec.structs.replace(result, complete=True)
+                return
+
+    def _run(
+        self,
+        program: ProgramScan,
+        outputs: Path,
+        name: str,
+        assigned: Assignments,
+        pasted: Sequence[PastedCode] = (),
+    ) -> ProgramRun:
+        """The program again, with casts from outside, or by the code in it."""
+        methods = [(model.key, model.method) for model in program.models if model.method]
+        calls, most = sum(model.calls for model in program.models), None
+        if assigned:
+            most = len(list(outputs.glob("*#*.pt")))
+        elif program.was_stopped:
+            most = calls
+        load = functools.partial(
+            _run_cast, assigned, methods, self.compare, outputs, patched(program, pasted), (calls, most)
+        )
+        try:
+            *_, run = self._session(load, name).grow(_run_of, ProgramRun)
+        except (UsageError, ProcessLostError) as error:
+            run = ProgramRun("", [], problem=first_line(message_of(error)))
+        precisions = [assigned[model.key].precision if assigned else "fp32" for model in program.models]
+        return msgspec.structs.replace(run, name=name, precisions=precisions, code=[*pasted])
+
+    def _session(self, load: Callable[[TargetSpec, Any], Any], name: str = "") -> Session[ScanOptions]:
+        seconds, on_progress = FORGIVEN * (self.options.budget or PROGRAM_SECONDS), self.on_progress
+        if name:
+            on_progress = _named(on_progress, name)
+        return Session(self.spec, self.options, self.isolation, seconds, on_progress, load=load)
 
 
 def _run_by_code(program: ProgramScan, assigned: Assignments, run_of: Callable[..., ProgramRun]) -> ProgramRun:
@@ -96,6 +162,37 @@ def _fault(run: ProgramRun) -> str:
     return "does not give the result of fp32"
 
 
+def missed_calls(result: ProgramScan) -> Wanted:
+    """Calls at which the program parts from fp32, though the model passes on those kept."""
+    models = {(model.key, model.method): model for model in result.models}
+    missed: Wanted = {}
+    for run in result.runs:
+        error = run.first_error
+        if error is None or run.name == AGAIN or (error.model, error.method) not in models:
+            continue
+        model = models[error.model, error.method]
+        precision = run.precisions[result.models.index(model)]
+        passes = model.scan is not None and any(
+            scanned.precision == precision and scanned.status == "ok" for scanned in model.scan.runs
+        )
+        if passes and error.call not in model.kept and not error.note:
+            missed.setdefault((error.model, error.method), set()).add(error.call)
+    return missed
+
+
+def key_to_blame(result: ProgramScan) -> str | None:
+    """The model from which the recommended run parts; ``None`` if it ends as fp32 does."""
+    run = next((run for run in result.runs if run.name == RECOMMENDED), None)
+    if run is None or run.passes:
+        return None
+    low = {model.key for model, name in zip(result.models, run.precisions, strict=True) if name != "fp32"}
+    error, called = run.first_error, [error.model for error in run.errors]
+    if error is not None:
+        # The last one in 16 bits; where a choice differs, that was made before the call
+        called = called[: run.errors.index(error) + (not error.note)]
+    return next((key for key in reversed(called) if key in low), min(low, default=None))
+
+
 def _named(on_progress: OnProgress | None, name: str) -> OnProgress | None:
     """Progress of a run of the program, with its name."""
     if on_progress is None:
@@ -106,13 +203,13 @@ def _named(on_progress: OnProgress | None, name: str) -> OnProgress | None:
 # -- inside the processes
 
 
-def _watched(compare: Sequence[str], spec: TargetSpec, options: ScanOptions) -> WatchedProgram:
-    """The program, after it ran to its end."""
+def _watched(compare: Sequence[str], wanted: Wanted, spec: TargetSpec, options: ScanOptions) -> WatchedProgram:
+    """The program, after it ran to its end; the calls that are ``wanted`` are kept."""
     from lowprec_check.features.programs.models_of_program import WatchedProgram
-    from lowprec_check.features.programs.running import run_to_end
+    from lowprec_check.features.programs.running import STOPPED, run_to_end
     from lowprec_check.features.programs.variables import check_variables
 
-    program, ended = WatchedProgram(spec.name), dict[str, Any]()
+    program, ended = WatchedProgram(spec.name, wanted), dict[str, Any]()
     seconds = options.budget or PROGRAM_SECONDS
 
     @contextlib.contextmanager
@@ -122,12 +219,15 @@ def _watched(compare: Sequence[str], spec: TargetSpec, options: ScanOptions) -> 
         ended.update({name: variables()[name] for name in compare if name in variables()})
 
     program.notes = run_to_end(spec, options.seed, watching, seconds=seconds, threads=1)
+    program.was_stopped = any(note.startswith(STOPPED) for note in program.notes)
     check_variables(compare, ended)
     return program
 
 
-def _growing_scan(program: WatchedProgram, isolation: Isolation | None, options: ScanOptions) -> Iterator[ProgramScan]:
-    yield from program.growing_scan(options, isolation)
+def _growing_scan(
+    program: WatchedProgram, isolation: Isolation | None, options: ScanOptions, earlier: ProgramScan | None = None
+) -> Iterator[ProgramScan]:
+    yield from program.growing_scan(options, isolation, earlier)
 
 
 def _run_cast(
@@ -136,16 +236,20 @@ def _run_cast(
     compare: Sequence[str],
     outputs: Path,
     texts: Mapping[str, str],
+    calls: tuple[int, int | None],
     spec: TargetSpec,
     options: ScanOptions,
 ) -> _Ended:
-    """What came of the program; if its files have other ``texts``, these make the casts."""
+    """What came of the program; if its files have other ``texts``, these make the casts.
+
+    ``calls`` are those that are expected, and the most that it may make.
+    """
     from lowprec_check.features.programs.casting import ProgramCaster
     from lowprec_check.features.programs.running import run_to_end
     from lowprec_check.features.programs.variables import VariableComparison
 
     from_outside = dict.fromkeys(assigned, Assignment("fp32")) if texts else assigned
-    caster = ProgramCaster(from_outside, methods, outputs)
+    caster = ProgramCaster(from_outside, methods, outputs, calls=calls[0], most=calls[1])
     ended = VariableComparison(compare, outputs, saves=not assigned)
     seconds = FORGIVEN * (options.budget or PROGRAM_SECONDS)
 

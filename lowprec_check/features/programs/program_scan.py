@@ -10,6 +10,9 @@ from lowprec_check.schema.base import Struct, write_file
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.scan_result import ScanResult
 
+OTHER_INTEGERS = "gets other integers than in fp32, such as tokens: a choice before it differs"
+"""The note of a call that is not to blame for its error."""
+
 
 class FirstCall(Struct, frozen=True):
     """Where a program calls a model first."""
@@ -61,11 +64,13 @@ class CallError(Struct, frozen=True):
     nonfinite: bool = False
     """Whether it has NaN or Inf where fp32 has none."""
     note: str = ""
-    """Why they cannot be compared."""
+    """Why they cannot be compared, or why they differ."""
+    method: str = ""
+    """What of the model was called; empty for the module itself."""
 
     def exceeds(self, limit: float) -> bool:
         """Whether it parts from fp32 by more than a tolerance."""
-        return self.nonfinite or self.error is None or self.error > limit
+        return self.nonfinite or self.error is None or self.error > limit or self.note == OTHER_INTEGERS
 
 
 class VariableError(Struct, frozen=True):
@@ -128,6 +133,11 @@ class ProgramRun(Struct, frozen=True):
             return False
         return all(each.error is not None and each.error <= self.tolerance for each in self.variables)
 
+    @property
+    def first_error(self) -> CallError | None:
+        """Its first call that exceeds the tolerance."""
+        return next((error for error in self.errors if error.exceeds(self.tolerance)), None)
+
 
 class ProgramScan(Struct, frozen=True, kw_only=True):
     """Every model that a program calls, with the scan of each."""
@@ -144,6 +154,10 @@ class ProgramScan(Struct, frozen=True, kw_only=True):
     """What its reader needs to know, such as why it did not run to its end."""
     complete: bool = True
     """Whether all models were scanned."""
+    stay_in_fp32: list[str] = []
+    """Keys of models that pass in 16 bits, but with which the program parts from fp32."""
+    was_stopped: bool = False
+    """Whether the program did not end within its time."""
 
     @property
     def fails(self) -> bool:

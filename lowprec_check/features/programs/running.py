@@ -53,6 +53,8 @@ def run_to_end(
         sys.argv, sys.path[:] = argv, folders
 
 
+STOPPED = "the program was stopped after"
+"""How the note of a program starts that did not end."""
 _AGAIN, _ANYWHERE = 0.01, 1.0
 """Seconds until the end of a program is tried again; until it is tried wherever the program is."""
 
@@ -103,7 +105,7 @@ def _run(work: Callable[[], object], watching: Watching, seconds: float) -> Ran:
         except UsageError as error:
             ended = error.__context__
             if isinstance(ended, _OverdueError):
-                over = (f"the program was stopped after {seconds:g} s (--budget), with the calls up to there",)
+                over = (f"{STOPPED} {seconds:g} s (--budget), with the calls up to there",)
             elif not (isinstance(ended, SystemExit) and ended.code in (None, 0)):
                 raise
         finally:

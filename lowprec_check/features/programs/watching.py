@@ -10,7 +10,7 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -19,27 +19,35 @@ from torch import nn
 
 from lowprec_check.engine.model.kept_files import replaced
 from lowprec_check.engine.model.model_making import made_by_constructor, part_of_making
-from lowprec_check.features.programs.calls_of_model import CallsOfModel, copied
+from lowprec_check.features.programs.calls_of_model import PART_OF_MEMORY, CallsOfModel, Room, copied
+from lowprec_check.schema.statements import counted
 from lowprec_check.torchkit.source_location import is_own_file, own_line
 
 
 class CallWatcher:
     """The models that were called, in the order of their first calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: Mapping[tuple[str, str], Collection[int]] | None = None) -> None:
+        """``wanted`` calls are kept, by the key of a module and its method."""
+        self._wanted = wanted or {}
         self.models: dict[tuple[str, str], CallsOfModel] = {}
         """By the module and the method; ``""`` for the module itself."""
-        self._threads, self._lock = threading.local(), threading.RLock()
+        self._threads, self._lock = _Thread(), threading.RLock()
         self._keys: dict[int, tuple[nn.Module, str]] = {}
         """Of a module, by its id, what names it in every run of the program."""
+        self._room = Room()
+        self._counts: dict[tuple[nn.Module, str], bool] = {}
+        """Whether a method of a module counted when it was called first."""
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Inside, calls are seen."""
         torch_call = nn.Module.__call__
 
+        is_compiling, threads = torch.compiler.is_compiling, self._threads
+
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
+            if is_compiling() or threads.is_inside:  # most calls are made by another model
                 return torch_call(module, *args, **kwargs)
             return self._call(module, args, kwargs, torch_call)
 
@@ -57,67 +65,104 @@ class CallWatcher:
                 self._keys[id(module)] = module, key
             return key
 
-    def note(self, module: nn.Module, method: str, args: Any, kwargs: Any, line: str | None) -> None:
-        """A call that counts is about to be made, or was made."""
+    @property
+    def notes(self) -> list[str]:
+        """What was not kept."""
+        if not self._room.refused:
+            return []
+        refused = counted(self._room.refused, "call")
+        return [f"{refused} not kept: kept calls take at most 1/{PART_OF_MEMORY} of the free memory"]
+
+    def note(self, module: nn.Module, method: str, args: Any, kwargs: Any, line: str | None) -> Callable[[Any], None]:
+        """A call that counts is made; its output is to be given to the function returned."""
         with self._lock:
             key = self.key_of(module), method
             if key not in self.models:
-                self.models[key] = CallsOfModel(module, method)
-            self.models[key].note(args, kwargs, line)
+                self.models[key] = CallsOfModel(module, method, self._room, self._wanted.get(key, ()))
+                self.first_seen(key, module, args, kwargs)
+            calls = self.models[key]
+            number = calls.note(args, kwargs, line)
 
-    def computed(self, module: nn.Module, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
-        """The result of a call of a module."""
+        def returned(output: Any) -> None:
+            with self._lock:
+                calls.returned(number, output)
+
+        return returned
+
+    def first_seen(self, key: tuple[str, str], module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A model was called first, or a method of it."""
+
+    def computed(self, module: nn.Module, method: str, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
+        """The result of a call of a module, or of its method."""
         return call(module, *args, **kwargs)
 
     def counts(self, module: nn.Module, method: str) -> bool | None:
         """Whether a method counts as a call of its model; ``None``: if it does not call itself."""
-        return None
+        return self._counts.get((module, method))
 
     def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
         """The result of ``call(module, *args, **kwargs)``; noted unless another model makes it."""
-        if self._is_inside or not is_model(module):
+        if not is_model(module):
             return call(module, *args, **kwargs)
-        frame, method = sys._getframe(2), self._outer
+        frame, method = sys._getframe(2), self._threads.method
         line = own_line(frame)
         if id(module) not in self._keys and _is_tried(module, frame):
             with self._inside():
                 return call(module, *args, **kwargs)
-        if method is None or method.calls_itself:
-            self.note(module, "", args, kwargs, line)
-        elif module is method.module:
+        if method is not None and not method.calls_itself and module is not method.module:
+            method.waiting.append(functools.partial(self.note, module, "", *copied((args, kwargs)), line))
+            with self._inside():
+                return self.computed(module, "", args, kwargs, call)
+        if method is not None and not method.calls_itself:
             method.calls_itself = True
             for note in method.waiting:
                 note()
-            self.note(module, "", args, kwargs, line)
-        else:
-            method.waiting.append(functools.partial(self.note, module, "", *copied((args, kwargs)), line))
+        returned = self.note(module, "", args, kwargs, line)
         with self._inside():
-            return self.computed(module, args, kwargs, call)
+            output = self.computed(module, "", args, kwargs, call)
+        returned(output)
+        return output
 
     def _method(
         self, function: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """The result of a call of a method; noted if no other model makes it, and it calls some."""
-        if self._is_inside or self._outer is not None or not is_model(module):
+        if self._threads.is_inside or self._threads.method is not None or not is_model(module):
             return function(module, *args, **kwargs)
         line, counts = own_line(sys._getframe(2)), self.counts(module, function.__name__)
         if counts:
-            self.note(module, function.__name__, args, kwargs, line)
+            returned = self.note(module, function.__name__, args, kwargs, line)
             with self._inside():
-                return self.computed(module, args, kwargs, function)
-        given = copied((args, kwargs)) if counts is None else None
+                output = self.computed(module, function.__name__, args, kwargs, function)
+            returned(output)
+            return output
+        calls = None
+        if counts is None:
+            key = self.key_of(module, keep=False), function.__name__
+            calls = CallsOfModel(module, function.__name__, self._room, self._wanted.get(key, ()))
+            calls.note(args, kwargs, line)
         method = self._threads.method = _Method(module, calls_itself=counts is False)
+        output = None
         try:
-            return function(module, *args, **kwargs)
+            output = function(module, *args, **kwargs)
         finally:
             self._threads.method = None
-            if given is not None and method.waiting and not method.calls_itself:
-                self.note(module, function.__name__, *given, line)
+            if calls is not None:
+                self._found(function.__name__, method, calls, output, args, kwargs)
+        return output
 
-    @property
-    def _is_inside(self) -> bool:
-        """Whether this thread is in a call of a module that no other makes."""
-        return getattr(self._threads, "is_inside", False)
+    def _found(self, name: str, method: _Method, calls: CallsOfModel, output: Any, args: Any, kwargs: Any) -> None:
+        """A method was called for the first time, which shows whether it counts."""
+        module = method.module
+        with self._lock:
+            counts = self._counts[module, name] = bool(method.waiting) and not method.calls_itself
+            if counts:
+                calls.returned(1, output)
+                key = self.key_of(module), name
+                self.models[key] = calls
+                self.first_seen(key, module, args, kwargs)
+            else:
+                calls.forget()
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
@@ -127,10 +172,14 @@ class CallWatcher:
         finally:
             self._threads.is_inside = False
 
-    @property
-    def _outer(self) -> _Method | None:
-        """The outermost method that this thread is in."""
-        return getattr(self._threads, "method", None)
+
+class _Thread(threading.local):
+    """Where a thread is."""
+
+    is_inside = False
+    """Whether it is in a call of a module that no other makes."""
+    method: _Method | None = None
+    """The outermost method that it is in."""
 
 
 class _Method:
@@ -138,7 +187,7 @@ class _Method:
 
     def __init__(self, module: nn.Module, *, calls_itself: bool) -> None:
         self.module, self.calls_itself = module, calls_itself
-        self.waiting: list[Callable[[], None]] = []
+        self.waiting: list[Callable[[], object]] = []
         """Notes the calls of other modules, which count only if it calls itself."""
 
 

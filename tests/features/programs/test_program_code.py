@@ -29,12 +29,12 @@ class Tried:
     def __init__(self, path: Path, body: str, compare: tuple[str, ...] = ()) -> None:
         path.write_text(textwrap.dedent(body))
         self.path, self.spec, self.compare = path, TargetSpec(str(path)), compare
-        self.seen: ProgramScan = _watched(compare, self.spec, OPTIONS).seen()
+        self.seen: ProgramScan = _watched(compare, {}, self.spec, OPTIONS).seen()
         self.methods = [(model.key, model.method) for model in self.seen.models if model.method]
         self._run({}, {})
 
     def _run(self, assigned: Mapping[str, Assignment], texts: Mapping[str, str]) -> ProgramRun:
-        ended = _run_cast(assigned, self.methods, self.compare, self.path.parent, texts, self.spec, OPTIONS)
+        ended = _run_cast(assigned, self.methods, self.compare, self.path.parent, texts, (1, None), self.spec, OPTIONS)
         return ended.run
 
     def assigned(self, precision: str, **others: str) -> dict[str, Assignment]:

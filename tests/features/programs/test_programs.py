@@ -95,7 +95,7 @@ def test_calls_in_a_method_that_calls_its_own_model_count() -> None:
     assert [(model.name, model.calls) for model in program.models] == [("decoder.encoder", 2), ("decoder", 10)]
     shapes = [call.args[0].shape[1] for call in program.models[1].kept]
     assert shapes[0] == 1
-    assert 4 in shapes
+    assert {shape.bit_length() for shape in shapes} == {1, 2, 3}  # 1; 2 or 3; 4 or 5
 
 
 def test_a_model_in_another_thread_is_seen() -> None:
@@ -254,7 +254,8 @@ def test_an_input_that_stays_in_fp32_is_not_cast(tmp_path: Path) -> None:
             return output
 
     model = Timed()
-    caster = ProgramCaster({"Timed#0": Assignment("half", keep_fp32_inputs=["timestep"])}, [], tmp_path)
+    assigned = {"Timed#0": Assignment("half", keep_fp32_inputs=["timestep"])}
+    caster = ProgramCaster(assigned, [], tmp_path, calls=1, most=None)
     caster._keys[id(model)] = model, "Timed#0"
     with caster.watching(), torch.no_grad():
         output = model(torch.ones(2, 4), timestep=torch.tensor(3.0))
@@ -369,6 +370,8 @@ def test_a_program_that_does_not_end_is_stopped(script: Any) -> None:
     """
     result = scanned(script(body), budget=1.0, precisions="half")
     assert any("stopped after 1 s" in note for note in result.notes)
+    calls = sum(model.calls for model in result.models)
+    assert all(0 < len(run.errors) <= calls for run in result.runs)
     assert [model.name for model in result.models] == ["pipe.text", "pipe.unet", "pipe.vae.decode"]
 
 

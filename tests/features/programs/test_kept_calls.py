@@ -1,0 +1,218 @@
+"""Which calls of a program are kept, with which state, and which are found by running it again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowprec_check import watch
+from lowprec_check.engine.model.target_spec import TargetSpec
+from lowprec_check.features.programs import calls_of_model
+from lowprec_check.features.programs.assignments import RECOMMENDED, Assignment, assignments_of
+from lowprec_check.features.programs.calls_of_model import MOST, CallsOfModel, Room
+from lowprec_check.features.programs.casting import ProgramCaster
+from lowprec_check.features.programs.program_file import key_to_blame, missed_calls
+from lowprec_check.features.programs.program_scan import (
+    OTHER_INTEGERS,
+    CallError,
+    ProgramRun,
+    ProgramScan,
+    ScannedModel,
+)
+from lowprec_check.features.programs.running import run_to_end
+from lowprec_check.schema.findings import Recommendation
+from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.scanned_model import ModelInfo
+
+INFO = ModelInfo(name="Net", parameters=1, inputs=["(1, 1)"], modules=1, training=False)
+
+
+def test_a_call_is_kept_for_its_largest_input_whichever_it_is() -> None:
+    calls = CallsOfModel(nn.Linear(1, 1), "")
+    for number in range(1, 21):
+        condition = torch.full((2,), 50.0 if number == 7 else 1.0)
+        mask = torch.full((2,), -3e38)
+        calls.note((torch.ones(2) * number, mask), {"condition": condition}, None)
+    kept = [call.number for call in calls.kept()]
+    assert {1, 7, 20} <= set(kept)
+    assert len(kept) <= MOST
+
+
+def test_a_call_is_kept_for_what_it_returns() -> None:
+    calls = CallsOfModel(nn.Linear(1, 1), "")
+    for number in range(1, 21):
+        token = torch.tensor([number])
+        calls.returned(calls.note((token,), {}, None), torch.full((3,), 80.0 if number == 7 else 1.0))
+    assert {1, 7, 20} <= {call.number for call in calls.kept()}
+
+
+def test_a_call_that_was_overwritten_is_not_kept_for_what_it_returns() -> None:
+    calls, token = CallsOfModel(nn.Linear(1, 1), ""), torch.tensor([0])
+    for number in range(1, 4):
+        token += 1
+        called = calls.note((token,), {}, None)
+        token += 1
+        calls.returned(called, torch.full((3,), float(10**number)))
+    assert [call.number for call in calls.kept()] == [1]
+
+
+def test_calls_beyond_the_memory_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls_of_model, "free_memory", lambda device: 8 * 1000)
+    room = Room()
+    calls = CallsOfModel(nn.Linear(1, 1), "", room)
+    for number in range(1, 5):
+        calls.note((torch.full((100,), 10.0**number),), {}, None)
+    assert [call.number for call in calls.kept()][:2] == [1, 2]
+    assert room.refused == 2
+
+
+# -- State that a module keeps by itself
+
+
+class Counter(nn.Module):
+    """Its position is a buffer that every call replaces, or one that it adds to; it has a cache."""
+
+    def __init__(self, start: float, *, in_place: bool) -> None:
+        super().__init__()
+        self.last, self.in_place = nn.Linear(4, 4), in_place
+        self.register_buffer("position", torch.full((1,), start))
+        self.cache: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Waves at the position."""
+        if self.in_place:
+            self.position += 1.0
+        else:
+            self.position = self.position + 1.0
+        self.cache.append(self.position.clone())
+        output: Tensor = self.last(x) + torch.cos(self.position) + len(self.cache)
+        return output
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@torch.no_grad()
+def test_each_call_is_scanned_from_the_state_that_it_had(in_place: bool) -> None:
+    torch.manual_seed(0)
+    model = Counter(2041.0, in_place=in_place).eval()
+    with watch() as program:
+        outputs = [model(torch.ones(2, 4)) for _ in range(12)]
+    (counter,) = program.models
+    numbers = [call.number for call in counter.kept]
+    assert {1, 12} <= set(numbers)
+    target = counter.target()
+    for place, number in enumerate(numbers):
+        batch = target.batch(place)
+        # In fp32 as in the program, and again
+        for _ in range(2):
+            assert torch.equal(target.model(*batch.args, **batch.kwargs), outputs[number - 1])
+    # The position after it, 2053, does not fit into fp16
+    assert counter.kept[-1].state["", "position"].item() == 2052.0
+    model.half()
+    target = counter.target()
+    batch = target.batch(len(numbers) - 1)
+    output = target.model(*batch.args, x=batch.kwargs["x"].half(), state_of_call=batch.kwargs["state_of_call"])
+    assert float((output.float() - outputs[-1]).norm() / outputs[-1].norm()) > 1e-2
+
+
+def test_a_module_without_state_is_scanned_as_it_is() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+    with watch() as program:
+        for number in range(3):
+            model(torch.ones(2, 4) * number)
+    assert program.models[0].target().model is model
+    assert not any(call.state for call in program.models[0].kept)
+
+
+# -- The program again
+
+
+class Cache:
+    """What a program keeps for a model."""
+
+    def __init__(self) -> None:
+        self.items: list[Tensor] = []
+
+
+class Cached(nn.Module):
+    """Writes to what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, cache: Cache, history: list[Tensor]) -> tuple[Tensor, Cache]:
+        """The sum of all calls."""
+        cache.items.append(self.last(x))
+        history.append(cache.items[-1])
+        return torch.stack(cache.items).sum(0), cache
+
+
+@torch.no_grad()
+def test_a_cache_that_a_cast_model_fills_is_that_of_the_program(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Cached(), torch.randn(2, 4)
+    expected = 4 * model(x, Cache(), [])[0]
+    caster = ProgramCaster({"Cached#0": Assignment("half")}, [], tmp_path, calls=4, most=None)
+    cache, history = Cache(), list[Tensor]()
+    with caster.watching():
+        for _ in range(4):
+            output, same = model(x, cache, history)
+    assert same is cache
+    assert len(cache.items) == len(history) == 4
+    assert {tensor.dtype for tensor in (*cache.items, *history)} == {torch.float32}
+    assert torch.allclose(output, expected, rtol=1e-2)
+
+
+def test_a_run_ends_after_the_calls_that_fp32_makes(tmp_path: Path) -> None:
+    script = tmp_path / "endless.py"
+    script.write_text("import torch\nnet = torch.nn.Linear(4, 4)\nwhile True:\n    net(torch.ones(2, 4))\n")
+    caster = ProgramCaster({}, [], tmp_path, calls=5, most=5)
+    run_to_end(TargetSpec(str(script)), 0, lambda _: caster.watching(), seconds=100.0)
+    assert len(list(tmp_path.glob("*.pt"))) == 5
+
+
+@torch.no_grad()
+def test_another_token_is_no_error_of_the_call_that_gets_it(tmp_path: Path) -> None:
+    model = nn.Embedding(9, 4)
+    for assigned, tokens in (({}, (1, 2)), ({"Embedding#0": Assignment("bfloat16")}, (1, 3))):
+        caster = ProgramCaster(assigned, [], tmp_path, calls=2, most=None)
+        with caster.watching():
+            for token in tokens:
+                model(torch.tensor([token]))
+    assert [error.note for error in caster.errors] == ["", OTHER_INTEGERS]
+
+
+def a_model(name: str, *, kept: list[int]) -> ScannedModel:
+    """A model that passes in half."""
+    half = Recommendation(precision="half", reason="", code="")
+    runs = [Run(precision=precision, device="cpu", status="ok") for precision in ("fp32", "half")]
+    scan = ScanResult(tool="", target="", model=INFO, environment={}, runs=runs, recommendation=half)
+    return ScannedModel(name=name, kind=name, calls=20, kept=kept, scan=scan, key=f"{name}#0")
+
+
+def a_program(*errors: CallError, **more: Any) -> ProgramScan:
+    models = [a_model("Text", kept=[1]), a_model("Net", kept=[1, 2, 20])]
+    run = ProgramRun(RECOMMENDED, ["half", "half"], list(errors))
+    return ProgramScan(tool="", target="infer.py", models=models, runs=[run], **more)
+
+
+def test_a_call_at_which_the_program_parts_is_kept_next_time() -> None:
+    program = a_program(CallError("Net#0", 6, 1e-3), CallError("Net#0", 7, None, nonfinite=True))
+    assert missed_calls(program) == {("Net#0", ""): {7}}
+    assert missed_calls(a_program(CallError("Net#0", 2, 1.0))) == {}
+    assert missed_calls(a_program(CallError("Net#0", 7, 1.0, note=OTHER_INTEGERS))) == {}
+
+
+def test_the_model_from_which_the_program_parts_stays_in_fp32() -> None:
+    assert key_to_blame(a_program(CallError("Text#0", 1, 1e-3), CallError("Net#0", 1, 1e-3))) is None
+    late = a_program(CallError("Text#0", 1, 1e-3), CallError("Net#0", 1, 1.0))
+    assert key_to_blame(late) == "Net#0"
+    # The other token came from the model before
+    other = CallError("Net#0", 1, 1.0, note=OTHER_INTEGERS)
+    assert key_to_blame(a_program(CallError("Text#0", 1, 1e-3), other)) == "Text#0"
+    assigned = dict(assignments_of(a_program(stay_in_fp32=["Net#0"])))[RECOMMENDED]
+    assert {key: each.precision for key, each in assigned.items()} == {"Text#0": "half", "Net#0": "fp32"}
