@@ -55,6 +55,8 @@ class Room:
         """Whether the call fits, which then counts; ``times=-1`` gives its memory back."""
         sizes: dict[torch.device, int] = {}
         for _, tensor in leaves((call.args, call.kwargs, call.state)):
+            if tensor.is_meta:  # has no memory
+                continue
             sizes[tensor.device] = sizes.get(tensor.device, 0) + times * tensor.numel() * tensor.element_size()
         for device in sizes.keys() - self._left.keys():
             self._left[device] = free_memory(device) // PART_OF_MEMORY
@@ -189,7 +191,7 @@ def _form(tensors: Iterable[Tensor]) -> str:
 
 def _magnitude(tensor: Tensor) -> float | None:
     """The largest value; ``None`` if it is not finite, or cannot be read."""
-    if not (tensor.is_floating_point() and tensor.numel() and tensor.layout == torch.strided):
+    if not (tensor.is_floating_point() and tensor.numel() and tensor.layout == torch.strided) or tensor.is_meta:
         return None
     least, most = tensor.detach().float().aminmax()  # faster than a norm
     value = max(-float(least), float(most))

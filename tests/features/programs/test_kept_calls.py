@@ -70,6 +70,13 @@ def test_calls_beyond_the_memory_are_not_kept(monkeypatch: pytest.MonkeyPatch) -
     assert room.refused == 2
 
 
+def test_a_call_on_the_meta_device_takes_no_memory() -> None:
+    room = Room()
+    calls = CallsOfModel(nn.Linear(1, 1), "", room)
+    calls.note((torch.ones(3, device="meta"),), {}, None)
+    assert [call.number for call in calls.kept()] == [1]
+
+
 # -- State that a module keeps by itself
 
 
