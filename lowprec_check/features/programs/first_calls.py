@@ -61,7 +61,7 @@ def place_of(module: nn.Module, frame: FrameType | None, *, takes_floats: bool =
     by_package = caller is not None and is_installed(caller.f_code.co_filename)
     own = [at for at in frames if is_own_file(at.f_code.co_filename)]
     for at in reversed(own):
-        variables = {name: value for name, value in at.f_locals.items() if name != but}
+        variables = {name: value for name, value in {**at.f_globals, **at.f_locals}.items() if name != but}
         path = names_of_modules(variables).get(id(module))
         if path is None:
             continue

@@ -209,7 +209,7 @@ def _difference(variable: VariableError) -> str:
 
 def _part_of_weights(run: ProgramRun, runs: Sequence[ProgramRun]) -> str:
     fp32 = next((other.weight_bytes for other in runs if other.name == AGAIN), 0)
-    if not fp32 or not run.weight_bytes:
+    if not 0 < run.weight_bytes < fp32:
         return ""
     return f", {run.weight_bytes / fp32:.2f} of the memory of weights"
 

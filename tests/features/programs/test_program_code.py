@@ -213,6 +213,23 @@ def test_modules_and_inputs_that_stay_in_fp32_do(tmp_path: Path) -> None:
     assert run.weight_bytes == outside.weight_bytes
 
 
+def test_a_thread_reaches_a_model_by_a_variable_of_its_file(tmp_path: Path) -> None:
+    body = """
+        import threading, torch
+        net = torch.nn.Linear(4, 4)
+        def work():
+            net(torch.rand(2, 4))
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    """
+    tried = Tried(tmp_path / "infer.py", body)
+    assigned = tried.assigned("bfloat16")
+    (form,) = tried.forms(assigned)
+    assert [code.line for code in form] == ["infer.py:5"]
+    assert tried.pasted(form, assigned).errors == tried.outside(assigned).errors
+
+
 def test_code_without_effect_is_no_code(tmp_path: Path) -> None:
     tried = Tried(tmp_path / "infer.py", "import torch\nnet = torch.nn.Linear(4, 4)\nnet(torch.rand(2, 4))\n")
     run = tried.pasted([PastedCode("infer.py:3", "net.float()")], tried.assigned("half"))
