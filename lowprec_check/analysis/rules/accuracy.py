@@ -251,6 +251,14 @@ def _uncovered(
             yield Finding(message, run, fault.module, fault.op, fault.source, help=advice, matters=True)
 
 
+# What to look at where nothing was tried, by the part of a training step.
+_INPUTS = {
+    "forward": "try the inputs of this op in fp32",
+    "backward": "try the inputs of the op of the forward pass in fp32",
+    "optimizer": "try the modules in fp32 whose gradients it reads",
+}
+
+
 @rule("LP303", "error-amplifier", "warning")
 def error_amplifier(result: ScanResult) -> Iterator[Finding]:
     """The op magnifies the error of its inputs.
@@ -296,9 +304,8 @@ def error_amplifier(result: ScanResult) -> Iterator[Finding]:
             else:  # rounding that is not counted as an error of its inputs, as of weights
                 grows = "this op magnifies the rounding of what it reads to a relative error of {after:error}"
                 message = say(grows, after=after)
-            advice = None
-            if row.is_forward:
-                advice = keep_inputs(run) or keep_in_fp32(run, result, row.module)
+            tried = keep_inputs(run) or keep_in_fp32(run, result, row.module) if row.is_forward else None
+            advice = tried or _INPUTS[row.phase or "forward"]
             finding = place_finding(result, run, row, count, message)._replace(help=advice)
             # It adds little itself: what counts is the share of all that it may have magnified.
             share = relevance.shares_up_to.get(row.place)
@@ -380,7 +387,7 @@ def _flips(run: Run, result: ScanResult) -> Iterator[Finding]:
     places = by_place(run, chooses, lambda row: row.flips)
     for row, count in places:
         message = _choice(row, wide_dtype(result))
-        advice = keep_inputs(run) or keep_in_fp32(run, result, row.module)
+        advice = keep_inputs(run) or keep_in_fp32(run, result, row.module) or "compute its inputs in fp32"
         finding = weighed(place_finding(result, run, row, count, message, advice))
         if run.status == "ok":
             finding = finding.adding(integers or that_passes(run))._replace(help=None)
