@@ -469,14 +469,15 @@ def metric(model):
 
 def test_scan_prints_the_format_asked_for(write: Write, call: Call, tmp_path: Path) -> None:
     path = str(write(MODEL))
-    shown = call("scan", path, "-p", "bfloat16", "-f", "concise", "--json", str(tmp_path / "s.json"))
+    untimed = ("-p", "bfloat16", "--times", "off")
+    shown = call("scan", path, *untimed, "-f", "concise", "--json", str(tmp_path / "s.json"))
     saved = ScanResult.load(tmp_path / "s.json")
     assert shown.stdout.endswith(f"{verdict(saved)}.\n")
     assert "bfloat16" in verdict(saved)
     assert saved.run("bfloat16").metric == 0.5
-    assert "metric" in call("scan", path, "-p", "bfloat16").stdout
-    assert call("scan", path, "-p", "bfloat16", "--format", "md").stdout.startswith("### ")
-    assert call("scan", path, "-p", "bfloat16", "-f", "json").stdout.startswith('{"schema":1')
+    assert "metric" in call("scan", path, *untimed).stdout
+    assert call("scan", path, *untimed, "--format", "md").stdout.startswith("### ")
+    assert call("scan", path, *untimed, "-f", "json").stdout.startswith('{"schema":1')
     for wrong in (["-f", "json", "--json", "-"], ["-f", "docx"]):
         done = call("scan", path, *wrong)
         assert (done.returncode, done.stdout) == (2, "")

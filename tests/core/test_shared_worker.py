@@ -184,7 +184,7 @@ def test_the_command_shares_a_worker(call: Call, tmp_path: Path) -> None:
     saved = tmp_path / "scan.json"
     path = tmp_path / f"{tmp_path.name}.py"
     path.write_text(f"{HEAD}def misbehave(model, x):\n    pass\n{TAIL}")
-    done = call("scan", path, "--isolation", "shared", "--no-plan", "--json", saved)
+    done = call("scan", path, "-p", "half", "--times", "off", "--isolation", "shared", "--no-plan", "--json", saved)
     assert done.returncode == 0, done.stderr
     assert ScanResult.load(saved).options["isolation"] == "shared"
 
