@@ -176,11 +176,13 @@ class Answer(NamedTuple):
 
 def answer_of(result: Mapping[str, Any], precision: str) -> Answer:
     """What a saved result says."""
-    names = {model["key"]: model["name"] for model in result["models"]}
+    names = {(model["key"], model["method"]): model["name"] for model in result["models"]}
     models, calls, where, precisions = [], [], [], {}
     for model in result["models"]:
         scan = model["scan"] or {"runs": [], "diagnostics": [], "recommendation": None}
         precisions[model["name"]] = (scan["recommendation"] or {"precision": "fp32"})["precision"]
+        if model["key"] in result["stay_in_fp32"]:
+            precisions[model["name"]] = "fp32"
         for run in scan["runs"]:
             if run["precision"] == precision and run["status"] != "ok":
                 models.append(model["name"])
@@ -195,7 +197,7 @@ def answer_of(result: Mapping[str, Any], precision: str) -> Answer:
     low = runs.get(precision) or runs.get("each as recommended") or {"errors": [], "problem": ""}
     for error in low["errors"]:
         if error["error"] is None or error["error"] > limit or error["nonfinite"]:
-            parts = f"{names[error['model']]}, call {error['call']}"
+            parts = f"{names[error['model'], error['method']]}, call {error['call']}"
             break
     mixed = runs.get("each as recommended")
     mixture: float | str = 0.0
