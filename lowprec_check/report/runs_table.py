@@ -118,7 +118,8 @@ def _briefly(run: Run, about: Sequence[Statement], result: ScanResult) -> str:
         texts += [each.text_of(label(run)) for each in about if each.about != "margin"]
     if any(each.about == "margin" and each.tone == "warn" for each in about):
         texts.append("near its limit")
-    if not texts and run.format is not None and speed(run, result.runs).told == "slower":
+    is_slow = run.judged_by_one_call or speed(run, result.runs).told == "slower"
+    if not texts and run.format is not None and is_slow:
         short = run.format.short
         if result.environment.get(f"{short}_accelerated") is False:
             texts.append(f"{short} not accelerated")
