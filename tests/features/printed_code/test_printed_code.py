@@ -43,7 +43,7 @@ def code_of(path: str, precision: str) -> tuple[CodeRequest, str]:
     info = describe_target(target, Run(precision="fp32", device="cpu", status="ok"))
     code, in_fp32 = (snippet(RunKey(name), info) for name in (precision, "fp32"))
     load = (lambda: load_target(path)) if target.namespace is not None else None
-    return CodeRequest(code, in_fp32, 0, 1e-2, target.folder, load), code
+    return CodeRequest(code, in_fp32, 0, 1e-2, folder=target.folder, load=load), code
 
 
 @pytest.mark.parametrize(
