@@ -909,7 +909,7 @@ class OfLargeInputs(nn.Module):
 @pytest.mark.parametrize(
     ("model", "inputs", "advice"),
     [
-        (LargeSum(), torch.randn(4, 8), "find a patch of the model's own code: lowprec-check fix TARGET -p half"),
+        (LargeSum(), torch.randn(4, 8), "find a patch, such as ops in fp32: lowprec-check fix TARGET -p half"),
         (
             OfLargeInputs(),
             torch.randn(64, 8) + 3000.0,

@@ -167,6 +167,7 @@ class Many(nn.Module):
 @pytest.mark.slow
 def test_what_was_recorded_before_the_budget_ended_is_kept() -> None:
     options: dict[str, Any] = {"precisions": "half", "plan": False, "times": "off", "further_inputs": 0}
+    options["explain"] = "all"
     result = scan(Many(60_000), torch.ones(2, 8), budget=3.0, **options)
     run = result.runs[1]
     assert run.status == "ok"

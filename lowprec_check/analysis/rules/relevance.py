@@ -437,7 +437,7 @@ def tried_runs(result: ScanResult) -> list[Run]:
 
 def find_a_patch(run: Run, result: ScanResult) -> str:
     """Advice for what no module and no input in fp32 repairs."""
-    return f"find a patch of the model's own code: {command(result, f'fix -p {run.precision}')}"
+    return f"find a patch, such as ops in fp32: {command(result, f'fix -p {run.precision}')}"
 
 
 def search_advice(run: Run, result: ScanResult, passing: Recommendation | None, batch: int | None) -> str:
