@@ -39,6 +39,7 @@ torch.set_grad_enabled(False)
 ids = torch.arange(3, 19)[None]
 """
 
+
 class Program(NamedTuple):
     """A script in parts."""
 
