@@ -16,11 +16,11 @@ def error_with_same_choices(run: Run) -> float | None:
     about_another_run = not run.is_eager or run.failed_call or run.compared_module or not run.complete
     if run.status != "inaccurate" or about_another_run or run.output_error is None or run.lockstep_error is None:
         return None
-    error, in_lockstep = run.distance, run.lockstep_error.distance
+    error, in_lockstep = run.relative_error, run.lockstep_error.distance
     if in_lockstep is None:
         return None
     is_far = error is None or error > DECISIVE * in_lockstep
-    return in_lockstep if is_far and in_lockstep <= (run.tolerance or 0.0) else None
+    return in_lockstep if is_far and in_lockstep <= (run.relative_tolerance or 0.0) else None
 
 
 _COPIES = ("to_copy", "copy_", "clone", "contiguous", "detach")

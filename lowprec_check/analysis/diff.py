@@ -121,7 +121,7 @@ def _figures(which: str, run: Run | None, result: ScanResult) -> dict[str, Any]:
         "memory": memory_ratio(run, result.runs),
     }
     if run.is_forward:
-        figures["error"] = run.distance
+        figures["error"] = run.relative_error
     return {f"{which}_{name}": value for name, value in figures.items()}
 
 
@@ -187,10 +187,11 @@ def _changes(before: Run, after: Run, old: ScanResult, new: ScanResult) -> Itera
     # errors are of the same output
     same_output = before.compared_module == after.compared_module and before.output_is_zero == after.output_is_zero
     same_output = same_output and before.is_forward and after.is_forward  # else it is that of the first step
-    if before.distance is not None and after.distance is not None and not after.is_reference and same_output:
+    error, new_error = before.relative_error, after.relative_error
+    if error is not None and new_error is not None and not after.is_reference and same_output:
         words = "the output error is {times:times}", "as large as before", "smaller than before"
         texts = error_text(before) or "", error_text(after) or ""
-        yield from error_changes(after, (before.distance, after.distance), words, texts)
+        yield from error_changes(after, (error, new_error), words, texts)
     for comparison in objects_of_features("diff", Comparison):
         yield from comparison.of_runs(before, after)
     yield from _speed(before, after, old, new)

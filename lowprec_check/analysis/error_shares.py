@@ -51,7 +51,7 @@ def fails_by_error(run: Run) -> bool:
 def is_over_tolerance(run: Run) -> bool:
     """Whether the error that the budget is about exceeds the tolerance."""
     budget = run.budget
-    return budget is not None and budget.known and (budget.measured or 0.0) > (run.tolerance or 0.0)
+    return budget is not None and budget.known and (budget.measured or 0.0) > (run.relative_tolerance or 0.0)
 
 
 def is_trusted(budget: ErrorBudget) -> bool:
@@ -301,7 +301,9 @@ def blamed_modules(run: Run) -> BlamedModules | None:
     shares, leaving = place_shares(run), leaving_shares(run)
     sums = (shares[row.place].share + leaving.get(row.place, 0.0) for row in rows if row.place in shares)
     is_explained = bool(faulty) or (budget is not None and max(sums, default=0.0) >= MATTERS)
-    over = (row.module for row in rows if run.tolerance and (row.accumulated_error or 0.0) > run.tolerance)
+    over = (
+        row.module for row in rows if run.relative_tolerance and (row.accumulated_error or 0.0) > run.relative_tolerance
+    )
     first = next(over, None)
     if first is not None and first in run.called_modules and not is_explained:
         return BlamedModules((first,), "tolerance", None)

@@ -188,7 +188,7 @@ def status_in_eager_mode(run: Run) -> str | None:
         return None
     if error.distance is None:
         return "nonfinite"
-    return "ok" if error.distance <= (run.tolerance or 0.0) else "inaccurate"
+    return "ok" if error.distance <= (run.relative_tolerance or 0.0) else "inaccurate"
 
 
 def fails_elsewhere(run: Run) -> InputsTried | None:

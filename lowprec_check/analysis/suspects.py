@@ -192,7 +192,7 @@ def _largest_cause(module: str, runs: Sequence[Run]) -> Blame | None:
     for run in runs:
         budget, inside = trusted_budget(run), list[Share]()
         # an error that is tolerated is not why the module is needed, if ops fail too
-        limit = run.tolerance if failing_gaps(run) else None
+        limit = run.relative_tolerance if failing_gaps(run) else None
         if budget is not None and (limit is None or budget.measured is None or not budget.measured <= limit):
             inside = [share for share in budget.shares if is_inside(share.module, module)]
         shares.append(inside)

@@ -123,7 +123,7 @@ def row_of(result: ScanResult, request: Request, seconds: float, made_with: dict
         if run.is_reference:
             continue
         first = next(iter(failing_gaps(run)), None)
-        distance = run.distance if run.by_meaning is None else run.rel_l2
+        distance = run.relative_error
         cell = MatrixCell(
             precision=label(run),
             column=run.key.label,

@@ -157,7 +157,7 @@ def tradeoff(result: ScanResult) -> Chart | None:
     dots = []
     for run in candidates(result.runs):
         times = speed(run, result.runs)
-        error = run.distance
+        error = run.relative_error
         if times.ratio is None or error is None or run.status not in ("ok", "unjudged", "inaccurate"):
             continue
         status = look("unjudged" if degenerate_output(run, result.runs) else run.status)
@@ -173,7 +173,7 @@ def tradeoff(result: ScanResult) -> Chart | None:
 
 
 def _tradeoff(dots: Sequence[_Dot], result: ScanResult, area: _Area) -> Iterator[Markup]:
-    limits = sorted({dot.run.tolerance for dot in dots if dot.run.tolerance})
+    limits = sorted({dot.run.relative_tolerance for dot in dots if dot.run.relative_tolerance})
     errors = [max(dot.error, 1e-9) for dot in dots] + limits
     slowest = min(0.8, *(max(dot.low, dot.ratio / 4) for dot in dots)) / 1.1
     fastest = max(1.25, *(min(dot.high, dot.ratio * 4) for dot in dots)) * 1.1
@@ -192,7 +192,7 @@ def _tradeoff(dots: Sequence[_Dot], result: ScanResult, area: _Area) -> Iterator
     taken: list[tuple[float, ...]] = [(px - 11, py - 11, px + 11, py + 11) for px, py in places.values()]
     taken += [(x(dot.low), y(dot.error) - 1, x(dot.high), y(dot.error) + 1) for dot in dots]
     for limit in limits:
-        formats = {d.run.basis.format.short for d in dots if d.run.tolerance == limit and d.run.basis}
+        formats = {d.run.basis.format.short for d in dots if d.run.relative_tolerance == limit and d.run.basis}
         text = f"tolerance of {' and '.join(sorted(formats))}"
         width = len(text) * _LETTER
         near = [
@@ -405,7 +405,7 @@ def _error_along(
     runs: Sequence[Run], lines: dict[RunKey, list[tuple[int, OpCall]]], places: Sequence[_Place], area: _Area
 ) -> Iterator[Markup]:
     rows = [row for line in lines.values() for _, row in line]
-    limits = {run.basis.format.short: run.tolerance for run in runs if run.tolerance and run.basis}
+    limits = {run.basis.format.short: run.relative_tolerance for run in runs if run.relative_tolerance and run.basis}
     if any(phase for phase, *_ in places):  # which is that of an output, not of gradients and weights
         limits = {}
     ends = [row.accumulated_error for row in rows if row.accumulated_error] + list(limits.values())

@@ -79,7 +79,7 @@ class Calls:
         """The largest accumulated error, beside the tolerance of a run that fails."""
         if self.run.status == "ok":
             return self.cell("accumulated_error")
-        return self.cell("accumulated_error", self.run.tolerance)
+        return self.cell("accumulated_error", self.run.relative_tolerance)
 
 
 def calls_by(run: Run, field: Literal["op", "module", "source"]) -> dict[str, Calls]:

@@ -26,3 +26,5 @@ class Meaning(Struct, frozen=True, kw_only=True):
     """The largest ``loss`` that passes."""
     used: float = 0.0
     """``loss`` / ``limit``, at most 1e9."""
+    tolerance: float | None = None
+    """That of relative errors, which the limit replaces if the measure decides."""

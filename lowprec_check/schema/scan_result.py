@@ -317,6 +317,16 @@ class Run(Struct, frozen=True, kw_only=True):
         """What is held against the tolerance; ``None``: nothing compared, or infinite."""
         return self.output_error.distance if self.output_error else None
 
+    @property
+    def relative_error(self) -> float | None:
+        """The same of values, whatever they mean."""
+        return self.distance if self.by_meaning is None else self.rel_l2
+
+    @property
+    def relative_tolerance(self) -> float | None:
+        """Of relative errors; ``tolerance`` is the limit of the measure that decides."""
+        return self.tolerance if self.by_meaning is None else self.by_meaning.tolerance
+
 
 def skipped(key: RunKey, reason: str, evidence: Evidence = "measured") -> Run:
     """A run that is not possible, or was not reached."""

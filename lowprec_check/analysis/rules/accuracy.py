@@ -287,7 +287,9 @@ def error_amplifier(result: ScanResult) -> Iterator[Finding]:
         if run.format is None or row.input_error is None or row.input_error > 1.0:
             return False  # the inputs are not finite, or wrong already, as a gradient that is zero in fp32
         roundoff = run.format.roundoff
-        jumped = (row.accumulated_error or 0.0) > max(run.tolerance or 0.0, JUMP * max(row.input_error, roundoff))
+        jumped = (row.accumulated_error or 0.0) > max(
+            run.relative_tolerance or 0.0, JUMP * max(row.input_error, roundoff)
+        )
         return jumped and (row.local_error or 0.0) < OUTLIER_ROUNDOFFS * roundoff and not row.introduced_inf
 
     yield from _uncovered(result, "magnified error", amplifies)

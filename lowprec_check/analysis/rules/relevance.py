@@ -188,7 +188,7 @@ class Relevance:
             # of another tensor of the output.
             budget = self.run.budget
             hidden = budget is None or abs((budget.unexplained or 0.0) - budget.decisions) >= MATTERS
-            hidden |= error_beside(self.run) > (self.run.tolerance or 0.0)
+            hidden |= error_beside(self.run) > (self.run.relative_tolerance or 0.0)
             share = None if self.is_complete and hidden else 0.0
         if share is None:
             return finding
@@ -443,7 +443,7 @@ def find_a_patch(run: Run, result: ScanResult) -> str:
 def search_advice(run: Run, result: ScanResult, passing: Recommendation | None, batch: int | None) -> str:
     """How to find what makes ``run`` pass on the batches from ``batch`` on, counted from 0."""
     # Modules in fp32 do not help if the model's own code, or the cast of its inputs, fails alone.
-    suspected, budget, limit = suspects(run), trusted_budget(run), run.tolerance or math.inf
+    suspected, budget, limit = suspects(run), trusted_budget(run), run.relative_tolerance or math.inf
     by_input = by_root = False
     if suspected.causes is not None:
         error, of_input = suspected.causes.error, 0.0

@@ -141,13 +141,15 @@ def error_text(run: Run) -> str | None:
         if way is None or not way.distances:
             return None
         return f"weights {error_figure(way.distances[-1])} off"
+    if run.rel_l2 is None and run.by_meaning is not None:  # the shapes differ
+        return f"by {run.by_meaning.measure}"
     if run.rel_l2 is None and run.distance is not None:
         if not run.distance:
             return "equal"
         return f"{percent(run.distance)} differ"
     if run.output_error is None:
         return None
-    return error_figure(run.rel_l2 if run.by_meaning is not None else run.distance)
+    return error_figure(run.relative_error)
 
 
 def passes_but(run: Run) -> Sentence | None:

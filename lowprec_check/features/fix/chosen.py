@@ -102,9 +102,9 @@ def proven_by(before: Run, after: Run | None) -> Proven:
         precision=before.precision,
         before=before.status,
         after=last.status,
-        error_before=before.distance,
-        error_after=last.distance,
-        tolerance=before.tolerance,
+        error_before=before.relative_error,
+        error_after=last.relative_error,
+        tolerance=before.relative_tolerance,
         further=tried,
         further_failed=failed,
     )
@@ -116,9 +116,9 @@ def proven_by_input(run: Run, trial: InputTrial, scan: ScanResult) -> InputInFp3
         precision=run.precision,
         inputs=trial.inputs,
         code=snippet(run.key, scan.model, keep_fp32_inputs=trial.inputs, torch_version=scan.torch),
-        error_before=run.distance,
+        error_before=run.relative_error,
         error_after=trial.rel_l2,
-        tolerance=run.tolerance,
+        tolerance=run.relative_tolerance,
     )
 
 

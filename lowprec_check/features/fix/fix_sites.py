@@ -173,7 +173,7 @@ def before_amplifiers(run: Run) -> list[OpCall]:
     """The op calls whose rounding an op magnifies beyond the tolerance, as sin does a phase's."""
     rows, found = list(run.op_calls.rows()), set[int]()
     for index, row in enumerate(rows):
-        grown = max(run.tolerance or 0.0, JUMP * (row.input_error or 0.0))
+        grown = max(run.relative_tolerance or 0.0, JUMP * (row.input_error or 0.0))
         if row.is_forward and row.input_error and row.input_error < 1.0 and (row.accumulated_error or 0.0) > grown:
             last = {index}
             for _ in range(STEPS_BEFORE):

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from lowprec_check.analysis.run_summary import error_of, never_called, ranges_of
+from lowprec_check.analysis.run_summary import never_called, ranges_of
 from lowprec_check.core.target_runs import TargetRuns
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.scan_result import Run
@@ -48,7 +48,8 @@ def checked_on(batches: Sequence[TargetRuns], run: Run) -> Run:
                 notes=list(dict.fromkeys([*run.notes, *of_batch.notes])),
                 **{name: getattr(run, name) for name in _OF_FIRST_BATCH},
             )
-    worst = max((passed for passed in runs if passed.status == "ok"), key=error_of)
+    # Each is held against the limit of what decides it
+    worst = max((passed for passed in runs if passed.status == "ok"), key=_part)
     notes = [
         f"batch {number}: {of_batch.status}; {note}"
         for number, of_batch in enumerate(runs)
@@ -59,7 +60,21 @@ def checked_on(batches: Sequence[TargetRuns], run: Run) -> Run:
     if error is not None and error.mismatched is not None:
         shares = (of_batch.output_error.mismatched for of_batch in runs if of_batch.output_error is not None)
         error = msgspec.structs.replace(error, mismatched=max(share or 0.0 for share in shares))
-    return msgspec.structs.replace(run, output_error=error, notes=[*run.notes, *notes], **_of_all(runs))
+    further = run.further_inputs
+    if further is not None and further.worst is not None and run.tolerance and worst.tolerance:
+        further = msgspec.structs.replace(further, worst=further.worst * (worst.tolerance / run.tolerance))
+    return msgspec.structs.replace(
+        run,
+        output_error=error,
+        tolerance=worst.tolerance,
+        further_inputs=further,
+        notes=[*run.notes, *notes],
+        **_of_all(runs),
+    )
+
+
+def _part(run: Run) -> float:
+    return (run.distance or 0.0) / (run.tolerance or 1.0)
 
 
 def _run_on(batch: TargetRuns, run: Run) -> Run:

@@ -33,7 +33,7 @@ def is_input_suspect(run: Run) -> bool:
         return run.ablation is None or run.ablation.status != "ok"
     share = share_of_inputs(run)
     rest = run.rel_l2 * math.sqrt(max(0.0, 1.0 - share))
-    return share >= LEAST_SHARE or (share >= MATTERS and rest <= (run.tolerance or 0.0))
+    return share >= LEAST_SHARE or (share >= MATTERS and rest <= (run.relative_tolerance or 0.0))
 
 
 class _Outcome(NamedTuple):

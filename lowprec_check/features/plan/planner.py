@@ -164,7 +164,7 @@ def make_plan(proposal: Proposal, proposer: Proposer, machine: dict[str, Any], n
         minimal=proposal.minimal,
         unconfirmed=len(proposal.untried),
         stopped=proposal.stopped,
-        tolerance=run.tolerance if objective.fp32_metric is None else None,
+        tolerance=run.tolerance if objective.fp32_metric is None and run.by_meaning is None else None,
         rel_l2=run.output_error.rel_l2 if run.output_error else None,
         predicted=proposal.attempt.predicted,
         metric=run.metric,

@@ -14,7 +14,7 @@ from lowprec_check.schema.module_paths import patterns
 from lowprec_check.schema.plan import Constant, Plan, Planning
 from lowprec_check.schema.run_key import qualified
 from lowprec_check.schema.scan_result import ScanResult
-from lowprec_check.schema.statements import Sentence, Statement, agree, chained, plain, say
+from lowprec_check.schema.statements import Sentence, Statement, agree, chained, plain, say, say_if
 
 _COLUMNS = [
     Column("base", "run"),
@@ -92,7 +92,8 @@ def _proof(plan: Plan) -> Iterator[Sentence]:
         yield say("it may drop by {most:figure}", most=plan.max_drop)
     elif plan.rel_l2 is not None:
         words = "the error is predicted to be" if plan.evidence == "predicted" else "the error is"
-        yield say(f"{words} {{error:error}}, the tolerance {{limit:limit}}", error=plan.rel_l2, limit=plan.tolerance)
+        limit = say_if(plan.tolerance is not None, "the tolerance {limit:limit}", limit=plan.tolerance)
+        yield chained(say(f"{words} {{error:error}}", error=plan.rel_l2), limit, between=", ")
         if plan.predicted is not None and plan.evidence == "measured":
             yield say("{error:error} was predicted", error=plan.predicted)
     if plan.evidence == "predicted":

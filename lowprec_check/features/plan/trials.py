@@ -191,8 +191,11 @@ class _Search:
         self.started = system.monotonic()
 
     def propose(self) -> Proposal:
-        # What an error must not exceed is not known of a metric: then nothing is predicted.
-        tolerance = self.failing.tolerance if self.proposer.objective.fp32_metric is None else None
+        # What an error must not exceed is not known of a metric, nor of a measure of the output's
+        # meaning: then nothing is predicted.
+        tolerance = None
+        if self.proposer.objective.fp32_metric is None and self.failing.by_meaning is None:
+            tolerance = self.failing.tolerance
         most_alone = self.proposer.limits.most_alone
         result = None
         if is_input_suspect(self.failing):
