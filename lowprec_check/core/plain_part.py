@@ -282,17 +282,19 @@ def judge_with_same_draws(ready: Prepared, part: PlainPart) -> None:
     try:
         with compiled_code_in_eager():
             if part.probed is None:
+                form = OutputForm(judge=part.task.judge, limits=part.task.limits)
                 references, replays = [], [ReplayDraws(draws) for draws in part.draws]
                 for replay in replays:
                     with replay:
                         output, _ = run_once(*call)
-                    references.append(output_tensors(output).mapped(lambda tensor: tensor.cpu().clone()))
+                    reference = output_tensors(output).mapped(lambda tensor: tensor.cpu().clone())
+                    references.append(reference.as_asked(form))
                 run = judged(run, part.outputs, references, tolerance)
             else:
                 replays = [ReplayDraws(part.draws[0])]
                 with replays[0]:
-                    reference = module_output(*call, part.probed)
-                run = with_verdict(run, *judge(part.probed.tensors, reference or [], tolerance))
+                    tensors = module_output(*call, part.probed)
+                run = with_verdict(run, *judge(part.probed.tensors, tensors or [], tolerance))
         # Numbers that fp32 does not draw may be without an effect.
         if run.status != "ok":
             for replay in replays:

@@ -125,7 +125,6 @@ def growing_scan(
         lambda: machine_for(options.device_name, options.torch_version, predict=options.predict),
     )
     mode = mode_of(source, options, machine)
-    check_judge(source.target.judge, ())
     mode.load()
     with contextlib.ExitStack() as stack:
         batches = stack.enter_context(open_batches(source, options, machine, isolation, mode))

@@ -23,7 +23,7 @@ from lowprec_check.core.outcome import compared_with, explained_by, finished
 from lowprec_check.core.plain_part import Fp32Outputs
 from lowprec_check.core.reference_errors import check_reference
 from lowprec_check.core.tasks import LONG_CALL, RunTask, TaskFiles, open_task_files
-from lowprec_check.engine.model.output_measures import parse_limits
+from lowprec_check.engine.model.output_measures import check_judge, parse_limits
 from lowprec_check.engine.model.prepared import format_problem
 from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.model.target_source import TargetSource
@@ -73,6 +73,8 @@ class TargetRuns:
     ) -> None:
         self.target, self.options, self._machine = source.target, options, machine
         self.mode = mode or mode_of(source, options, machine)
+        judge = options.judge or source.target.judge
+        check_judge(judge, options.limit)
         self._template = RunTask(
             precision=REFERENCE,
             device=machine.runs_on,
@@ -80,7 +82,7 @@ class TargetRuns:
             files=files,
             seed=options.seed,
             without_kernel=tuple(options.without_kernel),
-            judge=options.judge or source.target.judge,
+            judge=judge,
             limits=parse_limits(options.limit),
             process_memory=options.names_of("backends") != [EAGER],  # others hold more than torch's tensors
             alone=isolation in ("fork", "spawn"),

@@ -61,7 +61,7 @@ class OutputComparison(NamedTuple):
     compared: bool = True  # false if the output has no number, or no integers and in fp32 too only zeros
     rms: float | None = None  # root mean square of the floating leaf of the reference that has this error, if any
     leaf: int | None = None  # the number of that leaf
-    limit: float | None = None  # the largest distance that passes, if not the tolerance
+    limit: float | None = None  # the largest distance that passes
 
 
 @torch_as_imported()

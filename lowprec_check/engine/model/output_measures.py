@@ -46,7 +46,9 @@ class Figure(NamedTuple):
     def used(self) -> float:
         """The part of the limit that is used, above 1 if it is exceeded."""
         loss = self.loss(self.value)
-        if self.limit is None or not loss:
+        if math.isnan(loss):
+            return math.inf
+        if self.limit is None or loss <= 0:
             return 0.0
         allowed = self.loss(self.limit)
         return loss / allowed if allowed > 0 else math.inf
@@ -70,11 +72,15 @@ class Figure(NamedTuple):
     @property
     def text(self) -> str:
         """The value in words, and the limit if it is exceeded."""
-        said = self.words.format(self.shown(self.value))
+        value = self.shown(self.value)
         if self.limit is None or self.used <= 1:
-            return said
-        word = "at most" if self.unit == "difference" else "at least"
-        return f"{said}; {word} {self.shown(self.limit)} would pass"
+            return self.words.format(value)
+        limit, beyond, passes = self.shown(self.limit), "less", "at least"
+        if self.unit == "difference":
+            beyond, passes = "more", "at most"
+        if value == limit:
+            value = f"{beyond} than {limit}"
+        return f"{self.words.format(value)}; {passes} {limit} would pass"
 
 
 class Measured(NamedTuple):
@@ -92,6 +98,8 @@ class OutputMeasure:
 
     name: str
     """How it is asked for, a plural noun: ``boxes``."""
+    limited: Mapping[str, Unit]
+    """Its figures that have a limit."""
 
     def parts(self, form: OutputForm, output: Sequence[Tensor]) -> list[dict[str, int]]:
         """The numbers of the tensors compared together, by role; empty if it does not fit."""
@@ -110,13 +118,23 @@ def output_measures() -> dict[str, OutputMeasure]:
 
 def check_judge(name: str | None, limits: Sequence[str]) -> None:
     """Raise :class:`UsageError` for a measure, or a limit, that there is not."""
-    asked = [key.partition(".")[0] for key, _ in parse_limits(limits)]
-    if name is not None:
-        asked.append(name)
-    names = [*output_measures(), RELATIVE_ERROR]
-    for measure in asked:
-        if measure not in names:
-            raise UsageError(f"There is no measure {measure!r}.", f"Choose from: {', '.join(names)}.")
+    measures = output_measures()
+    names = [*measures, RELATIVE_ERROR]
+    if name is not None and name not in names:
+        raise UsageError(f"There is no measure {name!r}.", f"Choose from: {', '.join(names)}.")
+    for key, limit in parse_limits(limits):
+        measure, _, figure = key.partition(".")
+        if measure not in measures:
+            raise UsageError(f"There is no measure {measure!r} with limits.", f"Choose from: {', '.join(measures)}.")
+        units = measures[measure].limited
+        if figure not in units:
+            hint = f"Choose from: {', '.join(units)}."
+            raise UsageError(f"The measure {measure} has no limit of a figure {figure!r}.", hint)
+        most = MOST_USED
+        if units[figure] == "share":
+            most = 1.0
+        if not 0 <= limit <= most:  # nor NaN
+            raise UsageError(f"{limit:g} is no limit of {key}.", f"Give a number from 0 to {most:g}.")
 
 
 def parse_limits(texts: Sequence[str]) -> tuple[tuple[str, float], ...]:
@@ -167,8 +185,12 @@ def compare_by_meaning(
     rest = [number for number in range(len(output)) if number not in judged]
     others = compare_outputs([output[n] for n in rest], [reference[n] for n in rest], tolerance=tolerance)
     worst = max(meanings, key=lambda meaning: (not meaning.cannot_tell, meaning.used))
-    decides = not worst.cannot_tell and not (others.compared and others.distance > worst.used * tolerance)
-    error = msgspec.structs.replace(whole.error, meaning=msgspec.structs.replace(worst, decides=decides))
+    # Not `>`: a distance may be NaN
+    others_decide = others.compared and not others.distance <= worst.used * tolerance
+    decides = not worst.cannot_tell and not others_decide
+    error = msgspec.structs.replace(
+        whole.error, meaning=msgspec.structs.replace(worst, decides=decides, tolerance=tolerance)
+    )
     if decides:
         return whole._replace(error=error, distance=worst.loss, limit=worst.limit, compared=True, note=None)
     if worst.cannot_tell:
@@ -194,10 +216,13 @@ def _meaning(name: str, measured: Measured, limits: Mapping[str, float]) -> Mean
         text = worst.text
     else:
         text = ", ".join(figure.text for figure in figures.values() if figure.words)
+    loss = worst.loss(worst.value)
+    if not loss <= MOST_USED:
+        loss = MOST_USED
     return msgspec.structs.replace(
         meaning,
         text=text,
-        loss=worst.loss(worst.value),
+        loss=loss,
         limit=worst.loss(worst.limit or 0.0),
         used=min(worst.used, MOST_USED),
     )

@@ -207,7 +207,10 @@ def judged(
 ) -> Run:
     """``run`` with the worst verdict over the calls."""
     verdicts = [judge(output, reference, tolerance) for output, reference in zip(outputs, references, strict=False)]
-    badness = [(_FROM_GOOD_TO_BAD.index(status), compared.distance) for status, compared in verdicts]
+    # Each call is held against the limit of what decides it
+    badness = [
+        (_FROM_GOOD_TO_BAD.index(status), compared.distance / (compared.limit or 1.0)) for status, compared in verdicts
+    ]
     worst = badness.index(max(badness))
     later = verdicts[worst][0] != verdicts[0][0]
     run = msgspec.structs.replace(run, failed_call=worst + 1 if later else None)
@@ -225,14 +228,15 @@ def judge(
         raise
     except Exception as error:  # a kind of tensor that torch itself can hardly handle
         note = f"its output could not be compared: {type_name(error)}: {first_line(message_of(error))}"
-        return "unjudged", OutputComparison(NOTHING, math.inf, note=note, compared=False)
+        return "unjudged", OutputComparison(NOTHING, math.inf, note=note, compared=False, limit=tolerance)
+    if compared.limit is None:
+        compared = compared._replace(limit=tolerance)
     if compared.nonfinite:
         return "nonfinite", compared
     if not compared.compared:
         return "unjudged", compared
-    limit = tolerance if compared.limit is None else compared.limit
     # Not `>`: a distance may be NaN
-    if limit is not None and not compared.distance <= limit:
+    if compared.limit is not None and not compared.distance <= compared.limit:
         return "inaccurate", compared
     return "ok", compared
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lowprec_check.core.preparation import in_eager_mode, on_backend
 from lowprec_check.core.tasks import ModelTask
+from lowprec_check.engine.model.output_tensors import OutputForm
 from lowprec_check.engine.model.plain_run import output_tensors, run_once
 from lowprec_check.engine.model.prepared import Prepared, prepared
 from lowprec_check.engine.model.target import Target
@@ -139,7 +140,8 @@ class CompilerChecker:
         self.rewind()
         with compiled_code_in_eager() if in_eager else contextlib.nullcontext():
             output, _ = run_once(ready, *call, self.task.seed)
-        return output_tensors(output).mapped(lambda tensor: tensor.cpu().clone())
+        form = OutputForm(judge=self.task.judge, limits=self.task.limits)
+        return output_tensors(output).mapped(lambda tensor: tensor.cpu().clone()).as_asked(form)
 
     # -- the explanation
 

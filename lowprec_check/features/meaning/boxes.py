@@ -12,6 +12,8 @@ from lowprec_check.engine.model.output_tensors import OutputForm
 from lowprec_check.schema.statements import counted
 
 ROLES = ("boxes", "labels", "scores")
+_AT_ONCE = 1 << 20
+"""Pairs of boxes whose overlaps are computed at once."""
 OVERLAP = 0.5
 """The IoU from which two boxes of one label are the same one, as in PASCAL VOC and COCO's AP50."""
 SEEN = 0.3
@@ -22,6 +24,7 @@ class Boxes(OutputMeasure):
     """Matches boxes one to one by label and IoU; unmatched ones weigh as much as their scores."""
 
     name = "boxes"
+    limited = {"found": "share", "iou": "share", "score": "difference", "mask_iou": "share"}
 
     def parts(self, form: OutputForm, output: Sequence[Tensor]) -> list[dict[str, int]]:
         """For each image its boxes, labels and scores, and masks if there are any."""
@@ -30,7 +33,7 @@ class Boxes(OutputMeasure):
             folder, _, role = path.rpartition(".")
             if role in (*ROLES, "masks"):
                 images.setdefault(folder, {})[role] = number
-        return [part for part in images.values() if set(ROLES) <= set(part)]
+        return [part for part in images.values() if set(ROLES) <= set(part) and _is_list(part, output)]
 
     def compare(self, output: Sequence[Part], reference: Sequence[Part], tolerance: float) -> Measured:
         """The share of boxes found, their mean IoU, and the mean difference of their scores."""
@@ -78,17 +81,28 @@ def _matched(low: Part, fp32: Part) -> list[tuple[int, int, float]]:
 
     fp32's boxes choose in the order of their scores: each takes the free one that it overlaps most.
     """
-    same_label = fp32["labels"][:, None] == low["labels"][None, :]
-    overlaps = torch.where(same_label, _iou(fp32["boxes"].double(), low["boxes"].double()), 0.0)
-    pairs = []
-    for wanted in fp32["scores"].argsort(descending=True, stable=True).tolist():
-        if not overlaps.shape[1]:
-            break
-        iou, own = overlaps[wanted].max(0)
-        if float(iou) >= OVERLAP:
-            pairs.append((wanted, int(own), float(iou)))
-            overlaps[:, own] = 0.0
+    boxes, others = fp32["boxes"].double(), low["boxes"].double()
+    pairs: list[tuple[int, int, float]] = []
+    if not len(others):
+        return pairs
+    taken = torch.zeros(len(others), dtype=torch.bool)
+    for some in fp32["scores"].argsort(descending=True, stable=True).split(max(1, _AT_ONCE // len(others))):
+        same_label = fp32["labels"][some, None] == low["labels"][None, :]
+        overlaps = torch.where(same_label, _iou(boxes[some], others), 0.0)
+        for wanted, row in zip(some.tolist(), overlaps, strict=True):
+            iou, own = row.masked_fill(taken, 0.0).max(0)
+            if float(iou) >= OVERLAP:
+                pairs.append((wanted, int(own), float(iou)))
+                taken[own] = True
     return pairs
+
+
+def _is_list(part: dict[str, int], output: Sequence[Tensor]) -> bool:
+    """Whether it has one box, label and score in a row; a batch of images has more dimensions."""
+    shapes = [tuple(output[part[role]].shape) for role in ROLES]
+    count = shapes[2]
+    has_masks = "masks" not in part or output[part["masks"]].shape[:1] == count
+    return len(count) == 1 and shapes == [(*count, 4), count, count] and has_masks
 
 
 def _iou(boxes: Tensor, others: Tensor) -> Tensor:

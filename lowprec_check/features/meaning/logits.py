@@ -3,23 +3,68 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.model.output_measures import Figure, Measured, OutputMeasure, Part
+from lowprec_check.engine.model.output_measures import Figure, Measured, OutputMeasure, Part, Unit
 from lowprec_check.engine.model.output_tensors import OutputForm
-from lowprec_check.torchkit.floating_dtypes import is_float
 
 SURE = 0.5
 """Nats between fp32's first and second choice, as a median, from which its choices mean something:
 those of initial weights are some tenths apart, those of trained ones several nats.
 """
-_AT_ONCE = 1 << 22
-"""Logits whose distributions are computed at once, in fp64: 32 MiB a copy."""
+_AT_ONCE = 1 << 20
+"""Logits that are compared at once, in fp64: 8 MiB a copy, of which caches hold some."""
 ROUNDINGS = 2.0
 """Two logits tie if they are closer than so many roundings: each of them is rounded."""
+TOP = 5
+"""First choices among which fp32's is looked for."""
+
+
+class Choice(NamedTuple):
+    """What low precision and fp32 choose, a value for each row."""
+
+    best: Tensor
+    """The class that fp32 chooses."""
+    gap: Tensor
+    """By how much fp32 prefers it to its second choice, in nats."""
+    chosen: Tensor
+    """The class that low precision chooses."""
+    differs: Tensor
+    apart: Tensor
+    """By how much fp32 prefers its own to ``chosen``, which need not be its second choice."""
+    ties: Tensor
+    """Whether they differ, but are closer than roundings."""
+    divergence: Tensor
+    """KL(fp32 ‖ low) in nats; NaN where fp32 has NaN or +Inf."""
+    is_in_top: Tensor
+    """Whether ``best`` is among the first :data:`TOP` of low precision."""
+
+
+def _choice(low: Tensor, fp32: Tensor, roundings: float) -> Choice:
+    first = fp32.topk(2)
+    best, chosen = first.indices[:, 0], low.argmax(1)
+    # Where all classes are masked, there is nothing to choose
+    differs = (chosen != best) & (first.values[:, 0] > -math.inf)
+    apart = first.values[:, 0] - fp32.gather(1, chosen[:, None])[:, 0]
+    ties = differs & (apart <= roundings * first.values[:, 0].abs())
+    top = low.topk(min(TOP, low.shape[1])).indices
+    # Classes with a logit of -Inf in fp32 have no share
+    p, q = fp32.log_softmax(1), low.log_softmax(1)
+    divergence = torch.where(fp32 == -math.inf, 0.0, p.exp() * (p - q)).sum(1).clamp_min(0.0)
+    return Choice(
+        best=best,
+        gap=first.values[:, 0] - first.values[:, 1],
+        chosen=chosen,
+        differs=differs,
+        apart=apart,
+        ties=ties,
+        divergence=divergence,
+        is_in_top=(top == best[:, None]).any(1),
+    )
 
 
 class Choices(OutputMeasure):
@@ -31,6 +76,10 @@ class Choices(OutputMeasure):
         ``name`` is the plural of ``noun``, what is chosen.
         """
         self.name, self._noun, self._kinds, self._dimension, self._leaves = name, noun, kinds, dimension, leaves
+        limited: dict[str, Unit] = {"agree": "share", "kl": "difference"}
+        if dimension == 1:
+            limited["iou"] = "share"
+        self.limited = limited
 
     def parts(self, form: OutputForm, output: Sequence[Tensor]) -> list[dict[str, int]]:
         """The logits."""
@@ -40,7 +89,7 @@ class Choices(OutputMeasure):
         named = [
             number
             for number, path in enumerate(form.paths)
-            if path in self._leaves and is_float(output[number]) and output[number].ndim >= least
+            if path in self._leaves and output[number].is_floating_point() and output[number].ndim >= least
         ]
         return [{"logits": number} for number in named]
 
@@ -49,42 +98,40 @@ class Choices(OutputMeasure):
         ours, wanted = ([part["logits"] for part in side] for side in (output, reference))
         if any(a.shape != b.shape for a, b in zip(ours, wanted, strict=True)):
             return Measured({"agree": Figure(0.0, f"{{}} of the {self.name} agree: other shapes", 0.99)})
-        low = torch.cat([self._rows(tensor) for tensor in ours])
-        fp32 = torch.cat([self._rows(tensor) for tensor in wanted])
-        if not fp32.numel() or fp32.shape[1] < 2:
+        parts = [part for pair in zip(ours, wanted, strict=True) for part in self._parts(*pair)]
+        classes = max((tensor.shape[self._dimension] for tensor in wanted), default=0)
+        if not parts or classes < 2:
             return Measured(cannot_tell="there is nothing to choose from")
-        rounding = _rounding(ours[0].dtype)
-
-        best = fp32.topk(2)
-        gaps = best.values[:, 0] - best.values[:, 1]
-        chosen = low.argmax(1)
-        differs = chosen != best.indices[:, 0]
-        # Compared with what the row chose, which need not be fp32's second choice
-        apart = best.values[:, 0] - fp32.gather(1, chosen[:, None])[:, 0]
-        ties = differs & (apart <= ROUNDINGS * rounding * best.values[:, 0].abs())
-        lost = differs & ~ties
-        divergence = _divergence(fp32, low)
+        rows = Choice(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+        if bool(rows.divergence.isnan().any()):
+            return Measured(cannot_tell="fp32 itself gives NaN or Inf")
+        lost = rows.differs & ~rows.ties
         figures = {
             "agree": Figure(1.0 - float(lost.double().mean()), f"{{}} of the {self.name} agree", 0.99),
-            "kl": Figure(float(divergence.mean()), "a KL divergence of {} nats", 0.01, "difference"),
-            "worst_kl": Figure(float(divergence.max()), unit="difference"),
-            "ties": Figure(float(ties.double().mean())),
+            "kl": Figure(float(rows.divergence.mean()), "a KL divergence of {} nats", 0.01, "difference"),
+            "worst_kl": Figure(float(rows.divergence.max()), unit="difference"),
+            "ties": Figure(float(rows.ties.double().mean())),
         }
-        if fp32.shape[1] > 5:
-            top = (low.topk(5).indices == best.indices[:, :1]).any(1)
-            figures["top5"] = Figure(float(top.double().mean()))
+        if classes > TOP:
+            figures["top5"] = Figure(float(rows.is_in_top.double().mean()))
         if self._dimension == 1:
-            untied = torch.where(ties, best.indices[:, 0], chosen)
-            figures["iou"] = Figure(_mean_iou(best.indices[:, 0], untied, fp32.shape[1]), "a mean IoU of {}", 0.98)
-        told, sure = "", float(gaps.median())
+            untied = torch.where(rows.ties, rows.best, rows.chosen)
+            figures["iou"] = Figure(_mean_iou(rows.best, untied, classes), "a mean IoU of {}", 0.98)
+        told, sure = "", float(rows.gap.nanmedian())
         if not sure >= SURE:
             told = f"fp32 itself is not sure: its first two choices are {sure:.2g} nats apart (median)"
-        return Measured(figures, told, [*self._examples(lost, apart)])
+        return Measured(figures, told, [*self._examples(lost, rows.apart)])
 
-    def _rows(self, tensor: Tensor) -> Tensor:
-        """One row for each choice."""
-        moved = tensor.movedim(self._dimension, -1)
-        return moved.reshape(-1, moved.shape[-1]).float()
+    def _parts(self, low: Tensor, fp32: Tensor) -> Iterator[Choice]:
+        """What is chosen in each row, some rows at once: logits may fill the memory."""
+        ours, wanted = (tensor.movedim(self._dimension, -1) for tensor in (low, fp32))
+        classes = wanted.shape[-1]
+        if not wanted.numel() or classes < 2:
+            return
+        at_once = max(1, _AT_ONCE // classes)
+        rows = (tensor.reshape(-1, classes).split(at_once) for tensor in (ours, wanted))
+        for own, theirs in zip(*rows, strict=True):
+            yield _choice(own.double(), theirs.double(), ROUNDINGS * _rounding(low.dtype))
 
     def _examples(self, lost: Tensor, apart: Tensor) -> list[str]:
         """Where another is chosen, first where fp32 is surest."""
@@ -98,17 +145,6 @@ def _rounding(dtype: torch.dtype) -> float:
     if dtype in (torch.half, torch.bfloat16):
         return torch.finfo(dtype).eps / 2
     return torch.finfo(torch.half).eps / 2
-
-
-def _divergence(fp32: Tensor, low: Tensor) -> Tensor:
-    """KL(fp32 ‖ low) of each row in nats; classes with a logit of -Inf in fp32 have no share."""
-    rows = max(1, _AT_ONCE // fp32.shape[1])
-    divergences = []
-    for wanted, ours in zip(fp32.split(rows), low.split(rows), strict=True):
-        p, q = wanted.double().log_softmax(1), ours.double().log_softmax(1)
-        terms = torch.where(wanted == -math.inf, 0.0, p.exp() * (p - q))
-        divergences.append(terms.sum(1).clamp_min(0.0))
-    return torch.cat(divergences)
 
 
 def _mean_iou(wanted: Tensor, chosen: Tensor, classes: int) -> float:

@@ -18,6 +18,7 @@ class Integers(OutputMeasure):
     """The share of integers and booleans that are equal, beside floating tensors."""
 
     name = "integers"
+    limited = {"equal": "share"}
 
     def parts(self, form: OutputForm, output: Sequence[Tensor]) -> list[dict[str, int]]:
         """All of them; without floating ones, rel_l2 takes the share already."""

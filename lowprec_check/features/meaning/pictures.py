@@ -11,7 +11,6 @@ from torch.nn.functional import conv2d
 
 from lowprec_check.engine.model.output_measures import Figure, Measured, OutputMeasure, Part
 from lowprec_check.engine.model.output_tensors import OutputForm
-from lowprec_check.torchkit.floating_dtypes import is_float
 
 KINDS = ("DecoderOutput", "ImagePipelineOutput", "StableDiffusionPipelineOutput", "StableDiffusionXLPipelineOutput")
 """Classes of diffusers whose tensors are pictures; a UNet's sample is noise."""
@@ -26,6 +25,7 @@ class Pictures(OutputMeasure):
     """Compares pictures by the error in parts of their range, and by their structure."""
 
     name = "picture"
+    limited = {"psnr": "dB", "ssim": "share"}
 
     def parts(self, form: OutputForm, output: Sequence[Tensor]) -> list[dict[str, int]]:
         """Tensors N × C × H × W with one or three colours."""
@@ -35,22 +35,24 @@ class Pictures(OutputMeasure):
             {"picture": number}
             for number, path in enumerate(form.paths)
             if (path.partition(".")[0] in (*NAMES, "") or form.judge == self.name)
-            and is_float(output[number])
+            and output[number].is_floating_point()
             and output[number].ndim == 4
             and output[number].shape[1] in (1, 3)
         ]
 
     def compare(self, output: Sequence[Part], reference: Sequence[Part], tolerance: float) -> Measured:
-        """The worst PSNR and SSIM."""
+        """The worst PSNR and SSIM of a picture, over the range of all in a tensor."""
         decibels, similarity = MOST_DECIBELS, 1.0
         for low, fp32 in zip(output, reference, strict=True):
             ours, wanted = low["picture"].double(), fp32["picture"].double()
             if ours.shape != wanted.shape:
                 return Measured({"psnr": Figure(0.0, "a PSNR of {}: other shapes", 40.0, "dB")})
             extent = float(wanted.max() - wanted.min()) if wanted.numel() else 0.0
+            if not math.isfinite(extent):
+                return Measured(cannot_tell="the picture of fp32 has NaN or Inf")
             if not extent:
                 return Measured(cannot_tell="the picture of fp32 is of one colour")
-            error = float((ours - wanted).square().mean().sqrt())
+            error = float((ours - wanted).square().mean((1, 2, 3)).sqrt().max())
             if error:
                 decibels = min(decibels, 20 * math.log10(extent / error))
             if min(wanted.shape[2:]) >= WINDOW:
@@ -64,7 +66,7 @@ class Pictures(OutputMeasure):
 
 
 def ssim(picture: Tensor, wanted: Tensor, extent: float) -> float:
-    """The mean structural similarity of pictures N × C × H × W in fp64 (Wang et al., 2004).
+    """The least mean structural similarity of pictures N × C × H × W in fp64 (Wang et al., 2004).
 
     Only windows inside the picture count; ``extent`` is the range of values.
     """
@@ -81,4 +83,4 @@ def ssim(picture: Tensor, wanted: Tensor, extent: float) -> float:
     a, b = (K1 * extent) ** 2, (K2 * extent) ** 2
     above = (2 * ours * theirs + a) * (2 * together + b)
     below = (ours.square() + theirs.square() + a) * (variance + other + b)
-    return float((above / below).mean())
+    return float((above / below).reshape(len(wanted), -1).mean(1).min())
