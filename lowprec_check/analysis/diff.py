@@ -326,7 +326,8 @@ def _warnings(old: ScanResult, new: ScanResult) -> Iterator[str]:
             if name in is_made_with and made_with[name] != is_made_with[name]:
                 yield f"{name}: {_shown(made_with[name])} → {_shown(is_made_with[name])}"
     for title, before, after in (("", old.environment, new.environment), ("option ", old.options, new.options)):
-        for key in sorted((before.keys() | after.keys()) - {OPTION, WITH_BASELINE}):
+        # which runs are explained changes nothing that is compared
+        for key in sorted((before.keys() | after.keys()) - {OPTION, WITH_BASELINE, "explain"}):
             was, is_now = (options.get(key, _DEFAULTS.get(key)) for options in (before, after))
             # the order in which options were given does not matter
             unordered = [sorted(value) if isinstance(value, list) else value for value in (was, is_now)]

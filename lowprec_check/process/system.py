@@ -97,7 +97,7 @@ class CoreWaits:
 
 
 def own_wait() -> float | None:
-    """The same of the calling thread."""
+    """Seconds that the calling thread has waited for a core so far, if that is known."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return _waited("/proc/thread-self/schedstat")
     return None

@@ -247,7 +247,10 @@ def judged(run: Run, result: ScanResult) -> Made:
         return passed
     part, is_near = part_of_tolerance(run), part_of_tolerance(run) >= NEAR
     if not part:
-        return chained(passed, plain("all values are equal"), between=", ")
+        equal = "all values are equal"
+        if run.by_meaning is not None:  # boxes may be in another order
+            equal = run.by_meaning.text
+        return chained(passed, plain(equal), between=", ")
     limit = "tolerance" if run.by_meaning is None else f"limit of {run.by_meaning.measure}"
     worst = f"worst {{part:share}} of the {limit}" if inputs > 1 else f"at {{part:share}} of the {limit}"
     bound = None

@@ -195,7 +195,10 @@ def compare_by_meaning(
         return whole._replace(error=error, distance=worst.loss, limit=worst.limit, compared=True, note=None)
     if worst.cannot_tell:
         return whole._replace(error=error)
-    error = msgspec.structs.replace(others.error, meaning=error.meaning)
+    mismatched = others.error.mismatched
+    if others.error.rel_l2 is not None:
+        mismatched = whole.error.mismatched
+    error = msgspec.structs.replace(others.error, meaning=error.meaning, mismatched=mismatched)
     leaf = None if others.leaf is None else rest[others.leaf]
     return others._replace(error=error, leaf=leaf)
 

@@ -283,6 +283,16 @@ def test_a_mask_that_flips_is_not_ok(flipped: int, status: str) -> None:
     assert told.figures["equal"] == pytest.approx(1 - flipped / 1000)
 
 
+def test_integers_that_differ_are_counted_where_the_error_decides() -> None:
+    values, mask = logits(1000), torch.zeros(1000, dtype=torch.bool)
+    other = mask.clone()
+    other[0] = True
+    low, fp32 = output("tuple", a=values * 1.009, keep=other), output("tuple", a=values, keep=mask)
+    status, compared = judge(low, fp32, TOLERANCE)
+    assert (status, compared.error.by_meaning) == ("ok", None)
+    assert compared.error.mismatched == pytest.approx(1e-3)
+
+
 # -- What is said
 
 
