@@ -187,12 +187,23 @@ def compare_by_meaning(
     worst = max(meanings, key=lambda meaning: (not meaning.cannot_tell, meaning.used))
     # Not `>`: a distance may be NaN
     others_decide = others.compared and not others.distance <= worst.used * tolerance
+    if worst.used > 1 and others.rms == 0.0:  # an error of zeros tells less
+        others_decide = False
     decides = not worst.cannot_tell and not others_decide
     error = msgspec.structs.replace(
         whole.error, meaning=msgspec.structs.replace(worst, decides=decides, tolerance=tolerance)
     )
     if decides:
-        return whole._replace(error=error, distance=worst.loss, limit=worst.limit, compared=True, note=None)
+        # An output is not unjudged because a tensor that does not decide is all zeros
+        return whole._replace(
+            error=error,
+            distance=worst.loss,
+            limit=worst.limit,
+            compared=True,
+            note=None,
+            rms=whole.rms or None,
+            leaf=None,
+        )
     if worst.cannot_tell:
         return whole._replace(error=error)
     mismatched = others.error.mismatched

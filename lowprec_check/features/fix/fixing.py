@@ -87,7 +87,7 @@ def fix_file(
 
 
 def _scan_options(options: FixOptions) -> ScanOptions:
-    names = ("precisions", "device", "tolerance", "further_inputs", "plan", "seed", "without_kernel")
+    names = ("precisions", "device", "tolerance", "judge", "limit", "further_inputs", "plan", "seed", "without_kernel")
     return ScanOptions(times="off", **{name: getattr(options, name) for name in names})
 
 

@@ -22,6 +22,7 @@ from shared_result import shared_result
 
 from lowprec_check.errors import UsageError
 from lowprec_check.features.fix.fix_sites import culprits, fails
+from lowprec_check.features.fix.fixing import _scan_options
 from lowprec_check.features.fix.report import fix_document
 from lowprec_check.features.fix.source_text import Edit, SourceText, edited, moved
 from lowprec_check.process import process_group
@@ -29,6 +30,7 @@ from lowprec_check.report.blocks import CodeBlock, Document
 from lowprec_check.report.layout.text import text
 from lowprec_check.report.registry import render
 from lowprec_check.schema.fixing import Fixing, Proven, SourceChange
+from lowprec_check.schema.options import FixOptions
 from lowprec_check.schema.scan_result import ScanResult
 from lowprec_check.schema.statements import short_op
 from lowprec_check.schema.verdict import ExceptionInfo, Status
@@ -614,3 +616,8 @@ def test_a_run_that_passes_with_an_input_in_fp32_needs_no_patch(
         exec(found.by_input[0].code, space)
     error = float((space["output"].float() - fp32).norm() / fp32.norm())
     assert error == pytest.approx(found.by_input[0].error_after, rel=0.05)
+
+
+def test_the_scan_judges_as_the_fix_is_asked_to() -> None:
+    options = _scan_options(FixOptions(judge="boxes", limit=("boxes.found=0.9",), tolerance=0.1))
+    assert (options.judge, options.limit, options.tolerance) == ("boxes", ("boxes.found=0.9",), 0.1)

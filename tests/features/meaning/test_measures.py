@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowprec_check.analysis.run_summary import effective_status
 from lowprec_check.analysis.statements.status import error_text
 from lowprec_check.engine.model.output_measures import Figure, check_judge, output_measures, parse_limits
 from lowprec_check.engine.model.output_tensors import OutputForm, OutputTensors
@@ -291,6 +292,20 @@ def test_integers_that_differ_are_counted_where_the_error_decides() -> None:
     status, compared = judge(low, fp32, TOLERANCE)
     assert (status, compared.error.by_meaning) == ("ok", None)
     assert compared.error.mismatched == pytest.approx(1e-3)
+
+
+def test_zeros_do_not_hide_that_tokens_differ() -> None:
+    tensors = {"logits": logits(2, 40, 60), "aux": torch.zeros(4)}
+    lost = {"logits": logits(2, 40, 60, seed=1), "aux": torch.full((4,), 1e-6)}
+    run = Run(precision="half", device="cpu", status="ok", tolerance=TOLERANCE)
+    low, fp32 = output("CausalLMOutput", **lost), output("CausalLMOutput", **tensors)
+    run = judged(run, [low], [fp32], TOLERANCE)
+    assert run.by_meaning is not None
+    assert effective_status(run, [run]) == "inaccurate"
+    # Where the tokens agree, the tensor of zeros has an infinite error
+    low = output("CausalLMOutput", logits=tensors["logits"], aux=lost["aux"])
+    run = judged(run, [low], [fp32], TOLERANCE)
+    assert effective_status(run, [run]) == "unjudged"
 
 
 # -- What is said
