@@ -61,7 +61,8 @@ class Boxes(OutputMeasure):
                 apart += score * abs(score - float(own_scores[own]))
                 if "masks" in fp32 and "masks" in low:
                     masks += score * _mask_iou(low["masks"][own], fp32["masks"][wanted])
-        if not total:
+        count = sum(len(part["scores"]) for part in reference)
+        if not total or not count:
             return Measured(cannot_tell="fp32 finds no box")
         figures = {"found": Figure(1.0 - lost / total, "{} of the boxes are found, by score", 0.98)}
         if weight:
@@ -71,7 +72,7 @@ class Boxes(OutputMeasure):
                 figures["mask_iou"] = Figure(masks / weight, "a mean IoU of masks of {}", 0.95)
         told = ""
         if not seen:
-            told = f"fp32 is sure of none of its {counted(sum(len(part['scores']) for part in reference), 'box')}"
+            told = f"fp32 is sure of none of its {counted(count, 'box')}"
             told += f": no score reaches {SEEN:g}"
         return Measured(figures, told, [text for _, text in sorted(examples, reverse=True)])
 

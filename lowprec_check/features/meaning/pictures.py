@@ -42,7 +42,7 @@ class Pictures(OutputMeasure):
 
     def compare(self, output: Sequence[Part], reference: Sequence[Part], tolerance: float) -> Measured:
         """The worst PSNR and SSIM of a picture, over the range of all in a tensor."""
-        decibels, similarity = MOST_DECIBELS, 1.0
+        decibels, similarities = MOST_DECIBELS, list[float]()
         for low, fp32 in zip(output, reference, strict=True):
             ours, wanted = low["picture"].double(), fp32["picture"].double()
             if ours.shape != wanted.shape:
@@ -56,13 +56,11 @@ class Pictures(OutputMeasure):
             if error:
                 decibels = min(decibels, 20 * math.log10(extent / error))
             if min(wanted.shape[2:]) >= WINDOW:
-                similarity = min(similarity, ssim(ours, wanted, extent))
-        return Measured(
-            {
-                "psnr": Figure(decibels, "a PSNR of {}", 40.0, "dB"),
-                "ssim": Figure(similarity, "an SSIM of {}", 0.98),
-            }
-        )
+                similarities.append(ssim(ours, wanted, extent))
+        figures = {"psnr": Figure(decibels, "a PSNR of {}", 40.0, "dB")}
+        if similarities:
+            figures["ssim"] = Figure(min(similarities), "an SSIM of {}", 0.98)
+        return Measured(figures)
 
 
 def ssim(picture: Tensor, wanted: Tensor, extent: float) -> float:

@@ -215,6 +215,12 @@ def test_boxes_are_matched_in_parts_as_at_once(monkeypatch: pytest.MonkeyPatch) 
     assert meaning(low, fp32) == at_once
 
 
+def test_where_fp32_finds_no_box_the_error_decides() -> None:
+    boxes, labels, scores = some_boxes()
+    status, told = meaning(detections(boxes, labels, scores), detections(boxes[:0], labels[:0], scores[:0]))
+    assert (status, told.cannot_tell) == ("inaccurate", "fp32 finds no box")
+
+
 def test_boxes_of_a_batch_in_one_tensor_are_judged_by_the_error() -> None:
     tensors = {"boxes": torch.rand(2, 5, 4), "labels": torch.ones(2, 5), "scores": torch.rand(2, 5)}
     low = {name: tensor * 1.02 for name, tensor in tensors.items()}
@@ -259,6 +265,12 @@ def test_a_picture_with_inf_in_fp32_is_not_judged_by_its_psnr() -> None:
     status, told = meaning(output("DecoderOutput", sample=picture), output("DecoderOutput", sample=wanted))
     assert told.cannot_tell == "the picture of fp32 has NaN or Inf"
     assert status == "inaccurate"
+
+
+def test_a_picture_that_is_smaller_than_the_window_has_no_ssim() -> None:
+    wanted = torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    _, told = meaning(output("DecoderOutput", sample=wanted.half()), output("DecoderOutput", sample=wanted))
+    assert set(told.figures) == {"psnr"}
 
 
 def test_one_bad_picture_of_many_fails() -> None:
