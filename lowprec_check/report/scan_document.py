@@ -300,6 +300,14 @@ def _verdict(of_kind: Mapping[str, Sequence[Statement]]) -> Iterator[Block]:
             yield Say(text, detail="more")
 
 
+def _whole_clauses(text: str, most: int) -> str:
+    """``text`` without its last clauses, as far as the rest has at most ``most`` characters."""
+    clauses = text.split("; ")
+    while len(clauses) > 1 and len("; ".join(clauses)) > most:
+        clauses.pop()
+    return shorten("; ".join(clauses), most)
+
+
 def _reasons(
     result: ScanResult, said: Sequence[Statement], of_kind: Mapping[str, Sequence[Statement]]
 ) -> Iterator[Block]:
@@ -315,7 +323,7 @@ def _reasons(
             yield Say(reason.text, role="item", lead=lead, detail="more")
         if number < _SHOWN_REASONS:
             lead = lead.replace(PREDICTED, "")
-            yield Say(shorten(reason.text, most - len(lead)), role="item", lead=lead, detail="brief")
+            yield Say(_whole_clauses(reason.text, most - len(lead)), role="item", lead=lead, detail="brief")
     if others := sum(len(reason.runs) for reason in against[_MOST_REASONS:]):
         rest = f"The table of runs says why the {agree(others, 'other fails', 'others fail')}."
         yield Say(rest, role="item", detail="more")

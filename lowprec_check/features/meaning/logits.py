@@ -20,6 +20,8 @@ _AT_ONCE = 1 << 20
 """Logits that are compared at once, in fp64: 8 MiB a copy, of which caches hold some."""
 ROUNDINGS = 2.0
 """Two logits tie if they are closer than so many roundings: each of them is rounded."""
+MOST_CLASSES = 256
+"""Of pixels: COCO-Stuff has 171, ADE20K 150."""
 TOP = 5
 """First choices among which fp32's is looked for."""
 
@@ -85,13 +87,17 @@ class Choices(OutputMeasure):
         """The logits."""
         if form.judge is None and not any(kind in form.kind for kind in self._kinds):
             return []
-        least = 4 if self._dimension == 1 else 2
-        named = [
-            number
+        return [
+            {"logits": number}
             for number, path in enumerate(form.paths)
-            if path in self._leaves and output[number].is_floating_point() and output[number].ndim >= least
+            if path in self._leaves and output[number].is_floating_point() and self._has_classes(output[number])
         ]
-        return [{"logits": number} for number in named]
+
+    def _has_classes(self, tensor: Tensor) -> bool:
+        """Whether its shape is one of logits; features have more channels than pixels classes."""
+        if self._dimension == 1:
+            return tensor.ndim >= 4 and tensor.shape[1] <= MOST_CLASSES
+        return tensor.ndim >= 2
 
     def compare(self, output: Sequence[Part], reference: Sequence[Part], tolerance: float) -> Measured:
         """Whether the same is chosen, but for ties, and the divergence of the distributions."""

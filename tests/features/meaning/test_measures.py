@@ -144,6 +144,12 @@ def test_pixels_equal_torchmetrics() -> None:
     assert told.figures["iou"] == pytest.approx(iou, abs=5e-3)
 
 
+def test_features_of_a_backbone_are_no_classes() -> None:
+    features = logits(1, 960, 4, 4)
+    _, compared = judge(output("OrderedDict", out=features), output("OrderedDict", out=features), TOLERANCE)
+    assert compared.error.meaning is None
+
+
 # -- Boxes
 
 
