@@ -324,31 +324,6 @@ def _spans_lines(node: ast.AST) -> bool:
     return node.lineno != node.end_lineno
 
 
-def _statement_at(line: int, tree: ast.Module, lines: Sequence[str], names: set[str]) -> ast.stmt | None:
-    """The innermost statement with a line that starts a line itself; of one in a loop that makes
-    none of the ``names``, the loop.
-    """
-    statement: ast.stmt | None = None
-    is_in_loop = False
-    node: ast.AST | None = tree
-    while node is not None:
-        node = next((child for child in ast.iter_child_nodes(node) if _has_line(child, line)), None)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            is_in_loop = False
-        if isinstance(node, ast.stmt) and not is_in_loop:
-            begins = not lines[node.lineno - 1][: node.col_offset].strip()
-            # An `elif` has no place before it, nor has what is decorated after its decorators
-            if begins and not lines[node.lineno - 1].lstrip().startswith("elif"):
-                statement = node
-        if isinstance(node, (ast.For, ast.While, ast.AsyncFor)) and not names & _names_set_in(node):
-            is_in_loop = True
-    return statement
-
-
-def _names_set_in(loop: ast.stmt) -> set[str]:
-    return {node.id for node in ast.walk(loop) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-
-
 def _has_line(node: ast.AST, line: int) -> bool:
     if isinstance(node, ast.match_case):
         return any(_has_line(part, line) for part in node.body)
