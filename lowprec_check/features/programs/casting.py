@@ -51,7 +51,7 @@ class ProgramCaster(CallWatcher):
         """In calls of models, without their casts of weights."""
         self._choices, self._methods, self._outputs = assigned, set(methods), outputs
         self._saves = not assigned
-        self._most = most
+        self._most, self._is_ending = most, False
         self._elements = min(MOST_ELEMENTS, max(1, MOST_BYTES // (4 * max(calls, 1))))
         self._applied: dict[str, Application] = {}
         self._numbers: dict[tuple[str, str], int] = {}
@@ -68,11 +68,13 @@ class ProgramCaster(CallWatcher):
         """The result of a call in the precision of the model, in the dtypes that it has in fp32."""
         key = self.key_of(module)
         with self._lock:
-            if self._most is not None and sum(self._numbers.values()) >= self._most:
+            is_beyond = self._most is not None and sum(self._numbers.values()) >= self._most
+            if is_beyond and not self._is_ending:  # once: a call may take less time than that
                 # What follows cannot be compared; the thread that runs the program ends it
+                self._is_ending = True
                 signal.setitimer(signal.ITIMER_REAL, _SOON)
-                return call(module, *args, **kwargs)
-            number = self._numbers[key, method] = self._numbers.get((key, method), 0) + 1
+            number = self._numbers.get((key, method), 0) + (not is_beyond)
+            self._numbers[key, method] = number
         assignment, device = self._choices.get(key), next(module.parameters()).device
         application = None
         if assignment is not None and assignment.precision != "fp32":
@@ -91,6 +93,8 @@ class ProgramCaster(CallWatcher):
                 output = call(module, *cast_args, **cast_kwargs)
             # A cache that the call fills is that of the program
             output = map_tensors(output, _in_fp32, refill(copies, _in_fp32))
+        if is_beyond:
+            return output
         synchronize(device)
         self.seconds += system.monotonic() - start
         tensors = [tensor for _, tensor in leaves(output)]
