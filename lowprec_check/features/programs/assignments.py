@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from lowprec_check.features.programs.program_scan import ProgramScan, ScannedModel
 from lowprec_check.schema.base import Struct
@@ -31,13 +31,10 @@ def assignments_of(program: ProgramScan) -> Iterator[tuple[str, Assignments]]:
     yield "fp32", {}
     yield AGAIN, {key: Assignment("fp32") for key in keys}
     recommended: dict[str, Assignment] = {}
-    for model in program.models:
-        assignment = recommended_assignment(model)
-        if model.key in program.stay_in_fp32:
-            assignment = Assignment("fp32")
-        # Of one whose methods are called, the first that cannot be cast decides
-        if model.key not in recommended or recommended[model.key].precision != "fp32":
-            recommended[model.key] = assignment
+    for key in keys:
+        recommended[key] = Assignment("fp32")
+        if key not in program.stay_in_fp32:
+            recommended[key] = _assignment_of_methods([model for model in program.models if model.key == key])
     if any(assignment.precision != "fp32" for assignment in recommended.values()):
         yield RECOMMENDED, recommended
     names = dict.fromkeys(
@@ -51,6 +48,29 @@ def assignments_of(program: ProgramScan) -> Iterator[tuple[str, Assignments]]:
         alike = {key: Assignment(name) for key in keys}
         if alike != recommended and PRECISIONS.get(name).kind == "cast":
             yield name, alike
+
+
+def _assignment_of_methods(methods: Sequence[ScannedModel]) -> Assignment:
+    """What is recommended for one method of a model, and passes in the others; fp32 if one passes
+    in none. If there is no such thing, the program shows whether the last one's will do.
+    """
+    assignments = [recommended_assignment(method) for method in methods]
+    for assignment in assignments:
+        if assignment.precision == "fp32":
+            return assignment
+    for assignment in assignments:
+        if all(_passes(method, assignment) for method in methods):
+            return assignment
+    return assignments[-1]
+
+
+def _passes(model: ScannedModel, assignment: Assignment) -> bool:
+    if recommended_assignment(model) == assignment:
+        return True
+    is_whole = assignment == Assignment(assignment.precision)
+    runs = model.scan.runs if model.scan is not None else []
+    names = {run.precision for run in runs if run.status == "ok" and run.backend == "eager"}
+    return is_whole and assignment.precision in names
 
 
 def recommended_assignment(model: ScannedModel) -> Assignment:
