@@ -9,7 +9,7 @@ from lowprec_check.analysis.findings import groups
 from lowprec_check.analysis.headlines import headlines
 from lowprec_check.analysis.run_summary import candidates, label
 from lowprec_check.analysis.statements.advice import verdict
-from lowprec_check.features.programs.assignments import AGAIN, RECOMMENDED
+from lowprec_check.features.programs.assignments import AGAIN, RECOMMENDED, recommended_assignment
 from lowprec_check.features.programs.program_scan import (
     OTHER_INTEGERS,
     CallError,
@@ -158,11 +158,16 @@ def _verdict(program: ProgramScan) -> Iterator[Block]:
     """What the program returns with each model in its recommended precision."""
     run = next((run for run in program.runs if run.name == RECOMMENDED), None)
     if run is None:
-        if program.complete:
-            why = "no model passes in 16 bits"
-            if program.stay_in_fp32:
-                why = "models pass in 16 bits, but the program parts from fp32 with them"
+        failed = next((run for run in program.runs if run.name == "fp32"), None)
+        scanned = [model for model in program.models if model.scan is not None]
+        if failed is not None:
+            yield Say(f"The program fails when it runs again in fp32: {failed.problem}", "bad", "verdict")
+        elif program.stay_in_fp32 and program.complete:
+            why = "models pass in 16 bits, but the program parts from fp32 with them"
             yield Say(f"Stay in fp32: {why}.", "bad", "verdict")
+        elif scanned and program.complete and all(recommended_assignment(each).precision == "fp32" for each in scanned):
+            of_which = " that could be scanned" if len(scanned) < len(program.models) else ""
+            yield Say(f"Stay in fp32: no model{of_which} passes in 16 bits.", "bad", "verdict")
         return
     name, last = _name_of(run, program.models), run.errors[-1] if run.errors else None
     compared = ", ".join(f"{each.name} {_difference(each)}" for each in run.variables)
