@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import re
 import sys
 from collections import Counter
@@ -101,7 +102,7 @@ def _attribute(name: str, path: str) -> str:
     """``net.layers[0].norm``: a path of a module as code."""
     code = name
     for part in path.split(".") if path else ():
-        if part.isidentifier():
+        if part.isidentifier() and not keyword.iskeyword(part):  # such as "class" in a ModuleDict
             code = f"{code}.{part}"
         elif part.isdecimal():
             code = f"{code}[{part}]"

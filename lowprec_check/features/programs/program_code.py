@@ -14,6 +14,7 @@ from lowprec_check.features.programs.assignments import Assignment, Assignments
 from lowprec_check.features.programs.program_scan import FirstCall, PastedCode, ProgramScan, ScannedModel
 from lowprec_check.schema.axes import device_type
 from lowprec_check.schema.precisions import FP16, PRECISIONS
+from lowprec_check.schema.scan_result import ScanResult
 
 _AT_BORDER = """\
 def at_border(model, method, dtype{more}):  # cast the inputs, and give fp32 to the caller
@@ -176,20 +177,24 @@ def _device(model: ScannedModel) -> str:
 def _at_borders(models: Sequence[ScannedModel], assigned: Assignments) -> list[PastedCode]:
     """Casts of each model where it is called first, and of its inputs and outputs."""
     by_line: dict[str, list[str]] = {}
-    helpers: dict[str, dict[str, None]] = {}
+    helpers: dict[str, dict[str, str]] = {}  # by line and the name of the function
     cast: set[str] = set()
     for model in models:
         assignment, place = assigned[model.key], model.place
         assert place is not None
         lines = by_line.setdefault(place.line, [])
         helper, call = _border(model, assignment)
-        helpers.setdefault(place.line, {})[helper] = None
+        # That with the parameter `in_fp32`, which is longer, serves all
+        functions, name = helpers.setdefault(place.line, {}), helper.partition("(")[0]
+        functions[name] = max(functions.get(name, ""), helper, key=len)
         if model.key not in cast:
-            lines += _weights(model, assignment, place.path)
+            scans = [other.scan for other in models if other.key == model.key and other.scan is not None]
+            lines += _weights(scans, assignment, place.path)
             cast.add(model.key)
         lines.append(call)
     return [
-        PastedCode(line, "\n".join(["import torch", "", *helpers[line], *lines])) for line, lines in by_line.items()
+        PastedCode(line, "\n".join(["import torch", "", *helpers[line].values(), *lines]))
+        for line, lines in by_line.items()
     ]
 
 
@@ -209,14 +214,16 @@ def _border(model: ScannedModel, assignment: Assignment) -> tuple[str, str]:
     return helper, f'at_border({place.path}, "{method}", {dtype}, in_fp32={names!r})'
 
 
-def _weights(model: ScannedModel, assignment: Assignment, path: str) -> list[str]:
-    """Lines that cast the weights, but for modules that stay in fp32."""
+def _weights(scans: Sequence[ScanResult], assignment: Assignment, path: str) -> list[str]:
+    """Lines that cast the weights, but for modules that stay in fp32, as in one of the ``scans`` of
+    the methods of a model.
+    """
     precision = PRECISIONS.get(assignment.precision)
     if not assignment.keep_fp32:
         return [f"{path}.to({precision.format.dtype})"] if precision.kind == "cast" else []
-    assert model.scan is not None
-    run = next(run for run in model.scan.runs if run.base and run.keep_fp32 == assignment.keep_fp32)
-    about = msgspec.structs.replace(model.scan.model, setup=[], names={"model": path})
+    runs = ((scan, run) for scan in scans for run in scan.runs)
+    scan, run = next(pair for pair in runs if pair[1].base and pair[1].keep_fp32 == assignment.keep_fp32)
+    about = msgspec.structs.replace(scan.model, setup=[], names={"model": path})
     code = prepare(run.key._replace(precision=precision.name), about, run.keep_fp32, run.untied)
     casts = [lines for lines in code.body if lines.startswith("def ")]
     return code._replace(imports=[], body=casts).with_lines().split("\n")
