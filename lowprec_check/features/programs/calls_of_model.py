@@ -61,7 +61,6 @@ class Room:
         for device in sizes.keys() - self._left.keys():
             self._left[device] = free_memory(device) // PART_OF_MEMORY
         if any(size > self._left[device] for device, size in sizes.items()):
-            self.refused += 1
             return False
         for device, size in sizes.items():
             self._left[device] -= size
@@ -102,7 +101,9 @@ class CallsOfModel:
         """Keep a call for what it returned, and of the state of the module what changes."""
         self._state.after_call()
         if number == 1 and self._kept:
+            self._room.take(self._kept[0], times=-1)
             self._kept[0] = self._changing_only(self._kept[0])
+            self._room.take(self._kept[0])
         is_larger = self._is_larger(((_OUTPUT, tensor) for _, tensor in _outer_tensors(output)), number)
         if is_larger and self._last is not None and self._last[0].number == number and self._is_as_it_was():
             self._keep(self._last[0])
@@ -133,7 +134,8 @@ class CallsOfModel:
         return self._last is not None and all(_version(tensor) == version for tensor, version in self._last[1])
 
     def _keep(self, call: CallCopy) -> None:
-        if not self._room.take(call) and self._kept:
+        if not self._room.take(call) and self._kept:  # the first is kept in any case
+            self._room.refused += 1
             return
         args, kwargs = copied((call.args, call.kwargs))
         self._kept.append(call._replace(args=args, kwargs=kwargs))

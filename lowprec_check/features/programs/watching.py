@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -22,6 +23,13 @@ from lowprec_check.engine.model.model_making import made_by_constructor, part_of
 from lowprec_check.features.programs.calls_of_model import PART_OF_MEMORY, CallsOfModel, Room, copied
 from lowprec_check.schema.statements import counted
 from lowprec_check.torchkit.source_location import is_own_file, own_line
+
+_RETURNS_BEFORE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+"""Flags of functions whose code runs after their call: what they call counts by itself."""
+_MOST_WAITING = 32
+"""Calls of parts whose inputs are copied in a method that may still call its own model: more would
+fill the memory, and one such as ``generate`` calls the encoder, then itself.
+"""
 
 
 class CallWatcher:
@@ -110,7 +118,8 @@ class CallWatcher:
             with self._inside():
                 return call(module, *args, **kwargs)
         if method is not None and not method.calls_itself and module is not method.module:
-            method.waiting.append(functools.partial(self.note, module, "", *copied((args, kwargs)), line))
+            if len(method.waiting) < _MOST_WAITING:
+                method.waiting.append(functools.partial(self.note, module, "", *copied((args, kwargs)), line))
             with self._inside():
                 return self.computed(module, "", args, kwargs, call)
         if method is not None and not method.calls_itself:
@@ -240,8 +249,9 @@ def _public_methods(call: Callable[..., Any]) -> Iterator[None]:
 
 
 def _is_public_method(name: str, value: Any) -> bool:
-    is_function = type(value) is FunctionType and value.__code__.co_argcount > 0
-    return is_function and not name.startswith("_") and name != "forward" and not hasattr(nn.Module, name)
+    if type(value) is not FunctionType or not value.__code__.co_argcount or value.__code__.co_flags & _RETURNS_BEFORE:
+        return False
+    return not name.startswith("_") and name != "forward" and not hasattr(nn.Module, name)
 
 
 def _subclasses(kind: type) -> set[type]:
