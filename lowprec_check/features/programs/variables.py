@@ -54,6 +54,8 @@ class VariableComparison:
             kept = {"tensors": _tensors(value), "text": value if isinstance(value, str) else None}
             if self._saves:
                 torch.save(kept, file)
+            elif name not in variables():  # the program was ended early
+                self.errors.append(VariableError(name, None, note="it is not there at the end"))
             else:
                 self.errors.append(_compared(name, kept, torch.load(file)))
 

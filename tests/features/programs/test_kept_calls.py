@@ -68,6 +68,8 @@ def test_calls_beyond_the_memory_are_not_kept(monkeypatch: pytest.MonkeyPatch) -
         calls.note((torch.full((100,), 10.0**number),), {}, None)
     assert [call.number for call in calls.kept()][:2] == [1, 2]
     assert room.refused == 2
+    CallsOfModel(nn.Linear(1, 1), "", room).note((torch.ones(1000),), {}, None)
+    assert room.refused == 2  # the first call of a model is kept in any case
 
 
 def test_a_call_on_the_meta_device_takes_no_memory() -> None:

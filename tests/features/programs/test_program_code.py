@@ -18,6 +18,7 @@ from lowprec_check.features.programs.assignments import Assignment
 from lowprec_check.features.programs.program_code import forms_of_code, patched, why_no_code
 from lowprec_check.features.programs.program_file import _run_cast, _watched
 from lowprec_check.features.programs.program_scan import PastedCode, ProgramRun, ProgramScan
+from lowprec_check.features.programs.variables import VariableComparison
 from lowprec_check.schema.options import ScanOptions
 
 OPTIONS = ScanOptions()
@@ -103,6 +104,14 @@ def test_a_black_picture_is_called_black(tmp_path: Path) -> None:
     assert run.variables[0].is_black
     with pytest.raises(UsageError, match="no variable lost"):
         Tried(tmp_path / "infer.py", PARTS + textwrap.dedent(body), ("lost",))
+
+
+def test_a_variable_of_a_program_that_ended_early_is_not_there(tmp_path: Path) -> None:
+    for saves, variables in ((True, {"text": "a cat"}), (False, dict[str, str]())):
+        comparison = VariableComparison(["text"], tmp_path, saves=saves)
+        with comparison.watching(lambda variables=variables: variables):
+            pass
+    assert [(each.error, each.note) for each in comparison.errors] == [(None, "it is not there at the end")]
 
 
 def test_a_text_that_is_another_is_not_the_result(tmp_path: Path) -> None:
@@ -210,6 +219,59 @@ def test_modules_and_inputs_that_stay_in_fp32_do(tmp_path: Path) -> None:
     assert run.errors == outside.errors
     assert run.errors[0].error is not None
     assert 0 < run.errors[0].error < 1e-2
+    assert run.weight_bytes == outside.weight_bytes
+
+
+def test_one_function_serves_models_with_and_without_inputs_in_fp32(tmp_path: Path) -> None:
+    body = """
+        import torch
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.last = torch.nn.Linear(4, 4)
+            def forward(self, x, scale):
+                return self.last(x) * (scale / 1e6).to(x.dtype)
+        first, heads = Net(), torch.nn.ModuleDict({"class": Net()})
+        def main():
+            x = first(torch.rand(2, 4), scale=torch.tensor(2e6))
+            return heads["class"](x, scale=torch.tensor(2e4))
+        main()
+    """
+    tried = Tried(tmp_path / "infer.py", body)
+    assert tried.seen.models[1].name == "heads.get_submodule('class')"
+    assigned = {"Net#0": Assignment("half", [], ["scale"]), "Net#1": Assignment("half")}
+    (form,) = tried.forms(assigned)
+    assert [code.text.count("def at_border") for code in form] == [1]
+    run, outside = tried.pasted(form, assigned), tried.outside(assigned)
+    assert run.problem == ""
+    assert run.errors == outside.errors
+
+
+def test_modules_in_fp32_are_those_of_the_method_whose_scan_found_them(tmp_path: Path) -> None:
+    body = """
+        import torch
+        class Vae(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+            def encode(self, x):
+                return self.first(x)
+            def decode(self, x):
+                return self.last(x.to(self.last.weight.dtype))
+        vae = Vae()
+        y = vae.decode(vae.encode(torch.rand(2, 4)))
+    """
+    tried = Tried(tmp_path / "infer.py", body)
+    assert [model.name for model in tried.seen.models] == ["vae.encode", "vae.decode"]
+    plan = msgspec.structs.replace(next(run for run in shared_result().runs if run.base), keep_fp32=["last"], untied=[])
+    scans = [msgspec.structs.replace(shared_result(), runs=runs) for runs in ([], [plan])]
+    models = [msgspec.structs.replace(model, scan=scan) for model, scan in zip(tried.seen.models, scans, strict=True)]
+    tried.seen = msgspec.structs.replace(tried.seen, models=models)
+    assigned = {"Vae#0": Assignment("half", ["last"])}
+    (form,) = tried.forms(assigned)
+    run, outside = tried.pasted(form, assigned), tried.outside(assigned)
+    assert run.problem == ""
+    assert run.errors == outside.errors
     assert run.weight_bytes == outside.weight_bytes
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
+import signal
 import textwrap
 import threading
 from pathlib import Path
@@ -18,6 +21,7 @@ from torch import Tensor, nn
 
 from lowprec_check import UsageError, watch
 from lowprec_check.engine.model.target_spec import TargetSpec
+from lowprec_check.features.programs import watching
 from lowprec_check.features.programs.assignments import RECOMMENDED, Assignment, assignments_of
 from lowprec_check.features.programs.calls_of_model import MOST, CallsOfModel
 from lowprec_check.features.programs.casting import ProgramCaster
@@ -30,7 +34,7 @@ from lowprec_check.report.layout.text import text
 from lowprec_check.report.registry import FORMATS
 from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.options import ScanOptions
-from lowprec_check.schema.scan_result import ScanResult
+from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.scanned_model import ModelInfo
 
 INFO = ModelInfo(name="Net", parameters=1, inputs=["(1, 1)"], modules=1, training=False)
@@ -96,6 +100,42 @@ def test_calls_in_a_method_that_calls_its_own_model_count() -> None:
     shapes = [call.args[0].shape[1] for call in program.models[1].kept]
     assert shapes[0] == 1
     assert {shape.bit_length() for shape in shapes} == {1, 2, 3}  # 1; 2 or 3; 4 or 5
+
+
+class Trainer(nn.Module):
+    """Calls a part of it over and over; or when it is awaited."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(2, 2)
+
+    def fit(self) -> None:
+        """Many calls."""
+        for _ in range(100):
+            self.part(torch.ones(1, 2))
+
+    async def answer(self) -> Tensor:
+        """One call."""
+        output: Tensor = self.part(torch.ones(1, 2))
+        return output
+
+
+def test_of_a_method_with_many_calls_few_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[object] = []
+    monkeypatch.setattr(watching, "copied", lambda given: copies.append(given) or given)
+    model = Trainer()
+    with watch() as program:
+        model.fit()
+    assert [(model.method, model.calls) for model in program.models] == [("fit", 1)]
+    assert len(copies) < 50
+
+
+def test_a_coroutine_stays_one() -> None:
+    model = Trainer()
+    with watch() as program:
+        assert inspect.iscoroutinefunction(model.answer)
+        asyncio.run(model.answer())
+    assert [(type(model.module), model.calls) for model in program.models] == [(nn.Linear, 1)]
 
 
 def test_a_model_in_another_thread_is_seen() -> None:
@@ -273,6 +313,48 @@ def test_a_model_that_passes_in_no_precision_stays_in_fp32() -> None:
     result = msgspec.structs.replace(result, models=models)
     assigned = dict(assignments_of(result))[RECOMMENDED]
     assert {key: each.precision for key, each in assigned.items()} == {"Net#0": "half", "Net#1": "fp32"}
+
+
+def scan_of(*passing: str, recommended: str) -> ScanResult:
+    """A scan with a run for each precision that passes."""
+    best = Recommendation(precision=recommended, reason="", code="")
+    runs = [Run(precision=name, device="cpu", status="ok") for name in passing]
+    return ScanResult(tool="", target="a", model=INFO, environment={}, runs=runs, recommendation=best)
+
+
+def test_methods_of_one_model_get_what_passes_in_all() -> None:
+    scans = {
+        "encode": scan_of("fp32", "half", "bfloat16", recommended="half"),
+        "decode": scan_of("fp32", "bfloat16", recommended="bfloat16"),
+    }
+    for names in (["encode", "decode"], ["decode", "encode"]):
+        models = [
+            ScannedModel(name=name, kind="Vae", calls=1, kept=[1], key="Vae#0", method=name, scan=scans[name])
+            for name in names
+        ]
+        result = ProgramScan(tool="lowprec-check", target="infer.py", models=models)
+        assert dict(assignments_of(result))[RECOMMENDED] == {"Vae#0": Assignment("bfloat16")}
+
+
+def test_a_program_that_runs_only_once_says_nothing_of_its_models() -> None:
+    scan = scan_of("fp32", "half", recommended="half")
+    model = ScannedModel(name="net", kind="Net", calls=1, kept=[1], key="Net#0", scan=scan)
+    run = ProgramRun("fp32", ["fp32"], problem="FileExistsError: out.png")
+    result = ProgramScan(tool="lowprec-check", target="infer.py", models=[model], runs=[run])
+    screen = text(program_document(result))
+    assert "The program fails when it runs again in fp32: FileExistsError: out.png" in screen
+    assert "Stay in fp32" not in screen
+
+
+def test_calls_beyond_those_of_fp32_are_cast_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timers: list[float] = []
+    monkeypatch.setattr(signal, "setitimer", lambda _timer, seconds: timers.append(seconds))
+    model = nn.Linear(4, 4)
+    caster = ProgramCaster({"Linear#0": Assignment("half")}, [], tmp_path, calls=1, most=1)
+    with caster.watching(), torch.no_grad():
+        outputs = [model(torch.ones(2, 4)) for _ in range(3)]
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+    assert len(caster.errors) == len(timers) == 1
 
 
 def test_a_run_with_nan_is_saved_and_shown(tmp_path: Path) -> None:
