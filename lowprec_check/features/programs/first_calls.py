@@ -102,7 +102,7 @@ def _attribute(name: str, path: str) -> str:
     """``net.layers[0].norm``: a path of a module as code."""
     code = name
     for part in path.split(".") if path else ():
-        if part.isidentifier() and not keyword.iskeyword(part):  # such as "class" in a ModuleDict
+        if _is_name(part):
             code = f"{code}.{part}"
         elif part.isdecimal():
             code = f"{code}[{part}]"
@@ -111,16 +111,22 @@ def _attribute(name: str, path: str) -> str:
     return code
 
 
+def _is_name(text: str) -> bool:
+    """Whether it can follow a dot in code, unlike "class", which a ``ModuleDict`` may have."""
+    return text.isidentifier() and not keyword.iskeyword(text)
+
+
 def _parts_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """The parts of a container or object in which modules may be, with the code that reads them."""
     if isinstance(value, dict):
-        yield from ((f"{name}[{key!r}]", part) for key, part in list(value.items()) if isinstance(key, (str, int)))
+        # Of an enumeration with strings, `repr` is no code
+        yield from ((f"{name}[{key!r}]", part) for key, part in list(value.items()) if type(key) in (str, int))
     elif isinstance(value, (list, tuple)):
         yield from ((f"{name}[{number}]", part) for number, part in enumerate(value))
     elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, type):
         is_package = type(value).__module__ == "builtins"  # modules, functions
         if not is_package:
-            yield from ((f"{name}.{key}", part) for key, part in list(vars(value).items()))
+            yield from ((f"{name}.{key}", part) for key, part in list(vars(value).items()) if _is_name(key))
 
 
 def _component(value: Any, module: nn.Module) -> str | None:

@@ -153,7 +153,7 @@ class ProgramScan(Struct, frozen=True, kw_only=True):
     notes: list[str] = []
     """What its reader needs to know, such as why it did not run to its end."""
     complete: bool = True
-    """Whether all models were scanned."""
+    """Whether all models were scanned, and the program ran again as often as it was to."""
     stay_in_fp32: list[str] = []
     """Keys of models that pass in 16 bits, but with which the program parts from fp32."""
     was_stopped: bool = False

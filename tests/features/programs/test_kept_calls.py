@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from lowprec_check.features.programs import calls_of_model
 from lowprec_check.features.programs.assignments import RECOMMENDED, Assignment, assignments_of
 from lowprec_check.features.programs.calls_of_model import MOST, CallsOfModel, Room
 from lowprec_check.features.programs.casting import ProgramCaster
+from lowprec_check.features.programs.first_calls import names_of_modules
 from lowprec_check.features.programs.program_file import key_to_blame, missed_calls
 from lowprec_check.features.programs.program_scan import (
     OTHER_INTEGERS,
@@ -77,6 +79,18 @@ def test_a_call_on_the_meta_device_takes_no_memory() -> None:
     calls = CallsOfModel(nn.Linear(1, 1), "", room)
     calls.note((torch.ones(3, device="meta"),), {}, None)
     assert [call.number for call in calls.kept()] == [1]
+
+
+class Part(str, enum.Enum):
+    """Keys of models."""
+
+    TEXT = "text"
+
+
+def test_models_have_ways_that_are_code() -> None:
+    net = nn.ModuleDict({"class": nn.Linear(1, 1), "box": nn.Linear(1, 1)})
+    names = names_of_modules({"net": net, "by_part": {Part.TEXT: nn.Linear(1, 1)}})
+    assert list(names.values()) == ["net", "net.get_submodule('class')", "net.box"]
 
 
 # -- State that a module keeps by itself
