@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lowprec_check.engine.model.inputs import tensors_named
 from lowprec_check.engine.model.prepared import Application, application_of
+from lowprec_check.engine.model.user_code import parameters_of
 from lowprec_check.features.programs.assignments import Assignment, Assignments
 from lowprec_check.features.programs.program_scan import OTHER_INTEGERS, CallError
 from lowprec_check.features.programs.watching import CallWatcher
@@ -88,7 +89,9 @@ class ProgramCaster(CallWatcher):
             output = call(module, *args, **kwargs)
         else:
             copies: Copies = {}
-            cast_args, cast_kwargs = _cast(application, args, kwargs, copies)
+            parameters = tuple(parameters_of(getattr(module, method or "forward")))
+            in_fp32 = tensors_named(application.keep_fp32_inputs, args, kwargs, parameters)
+            cast_args, cast_kwargs = _cast(application, in_fp32, args, kwargs, copies)
             with application.context(device.type):
                 output = call(module, *cast_args, **cast_kwargs)
             # A cache that the call fills is that of the program
@@ -156,12 +159,11 @@ def _in_fp32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in NARROW else tensor
 
 
-def _cast(application: Application, args: Any, kwargs: Any, copies: Copies) -> Any:
+def _cast(application: Application, in_fp32: Sequence[Tensor], args: Any, kwargs: Any, copies: Copies) -> Any:
     """Inputs in the dtypes of a precision, but for those that stay in fp32."""
-    fp32 = {id(tensor) for tensor in tensors_named(application.keep_fp32_inputs, args, kwargs)}
 
     def cast(tensor: Tensor) -> Tensor:
-        if id(tensor) in fp32:
+        if any(tensor is other for other in in_fp32):
             return tensor
         return tensor.to(application.dtype_of_input(tensor))
 

@@ -18,7 +18,7 @@ from lowprec_check.schema.scan_result import ScanResult
 
 _AT_BORDER = """\
 def at_border(model, method, dtype{more}):  # cast the inputs, and give fp32 to the caller
-    from functools import wraps
+    from functools import wraps{more_imports}
     from torch.utils._pytree import tree_map_only
 
     call = getattr(model, method)
@@ -26,15 +26,27 @@ def at_border(model, method, dtype{more}):  # cast the inputs, and give fp32 to 
         return
     to_low = lambda t: t.to(dtype) if t.is_floating_point() else t
     to_fp32 = lambda t: t.float() if t.dtype == dtype else t
-
+{low}
     @wraps(call)
     def in_dtype(*args, **kwargs):
-        {keep}args, kwargs = tree_map_only(torch.Tensor, to_low, (args, kwargs))
-        return tree_map_only(torch.Tensor, to_fp32, call(*args, {kwargs}))
+        {cast}
+        return tree_map_only(torch.Tensor, to_fp32, call(*args, **kwargs))
 
     in_dtype.at_border = True
     setattr(model, method, in_dtype)
 """
+
+_CAST = "args, kwargs = tree_map_only(torch.Tensor, to_low, (args, kwargs))"
+_LOW_UNLESS_NAMED = """\
+
+    def low(value, *names):
+        return value if {*names} & {*in_fp32} else tree_map_only(torch.Tensor, to_low, value)
+
+    names = [*signature(call).parameters]  # of arguments by position
+"""
+_CAST_UNLESS_NAMED = """\
+args = [low(value, f"inputs[{i}]", *names[i : i + 1]) for i, value in enumerate(args)]
+        kwargs = {name: low(value, name) for name, value in kwargs.items()}"""
 
 _UNDER_AUTOCAST = """\
 def under_autocast(model, method, dtype):  # give fp32 to the caller
@@ -207,10 +219,14 @@ def _border(model: ScannedModel, assignment: Assignment) -> tuple[str, str]:
         return helper, f'under_autocast({place.path}, "{method}", {dtype})'
     names = assignment.keep_fp32_inputs
     if not names:
-        helper = _AT_BORDER.format(more="", keep="", kwargs="**kwargs")
+        helper = _AT_BORDER.format(more="", more_imports="", low="", cast=_CAST)
         return helper, f'at_border({place.path}, "{method}", {dtype})'
-    keep = "kept = {name: kwargs[name] for name in in_fp32 if name in kwargs}\n        "
-    helper = _AT_BORDER.format(more=", in_fp32=()", keep=keep, kwargs="**{**kwargs, **kept}")
+    helper = _AT_BORDER.format(
+        more=", in_fp32=()",
+        more_imports="\n    from inspect import signature",
+        low=_LOW_UNLESS_NAMED,
+        cast=_CAST_UNLESS_NAMED,
+    )
     return helper, f'at_border({place.path}, "{method}", {dtype}, in_fp32={names!r})'
 
 

@@ -234,17 +234,25 @@ def test_one_function_serves_models_with_and_without_inputs_in_fp32(tmp_path: Pa
         first, heads = Net(), torch.nn.ModuleDict({"class": Net()})
         def main():
             x = first(torch.rand(2, 4), scale=torch.tensor(2e6))
-            return heads["class"](x, scale=torch.tensor(2e4))
+            return heads["class"](x, torch.tensor(2e6))
         main()
     """
     tried = Tried(tmp_path / "infer.py", body)
     assert tried.seen.models[1].name == "heads.get_submodule('class')"
-    assigned = {"Net#0": Assignment("half", [], ["scale"]), "Net#1": Assignment("half")}
+    # A scan names an argument by its place if all come so, else by its parameter
+    for name in ("scale", "inputs[1]"):
+        assigned = {"Net#0": Assignment("half", [], ["scale"]), "Net#1": Assignment("half", [], [name])}
+        (form,) = tried.forms(assigned)
+        run, outside = tried.pasted(form, assigned), tried.outside(assigned)
+        assert run.problem == ""
+        assert run.errors == outside.errors
+        assert all(each.error is not None and each.error < 1e-2 for each in run.errors)
+    assigned["Net#1"] = Assignment("half")
     (form,) = tried.forms(assigned)
     assert [code.text.count("def at_border") for code in form] == [1]
-    run, outside = tried.pasted(form, assigned), tried.outside(assigned)
-    assert run.problem == ""
-    assert run.errors == outside.errors
+    run = tried.pasted(form, assigned)
+    assert run.errors == tried.outside(assigned).errors
+    assert run.errors[-1].nonfinite
 
 
 def test_modules_in_fp32_are_those_of_the_method_whose_scan_found_them(tmp_path: Path) -> None:
