@@ -5,6 +5,7 @@ from __future__ import annotations
 import keyword
 import re
 import sys
+import types
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from types import FrameType
@@ -20,6 +21,8 @@ from lowprec_check.torchkit.source_location import PACKAGE, is_installed, is_own
 
 _DEPTH = 4
 """Attributes between a variable and a model: ``app.pipe.vae`` has two."""
+_MOST_PARTS = 10_000
+"""Elements of a container that may have models; one with more is data."""
 
 
 class PlacingWatcher(CallWatcher):
@@ -118,15 +121,16 @@ def _is_name(text: str) -> bool:
 
 def _parts_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """The parts of a container or object in which modules may be, with the code that reads them."""
+    is_data = isinstance(value, (dict, list, tuple)) and len(value) > _MOST_PARTS
+    if is_data or isinstance(value, types.ModuleType):
+        return
     if isinstance(value, dict):
         # Of an enumeration with strings, `repr` is no code
         yield from ((f"{name}[{key!r}]", part) for key, part in list(value.items()) if type(key) in (str, int))
     elif isinstance(value, (list, tuple)):
         yield from ((f"{name}[{number}]", part) for number, part in enumerate(value))
-    elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, type):
-        is_package = type(value).__module__ == "builtins"  # modules, functions
-        if not is_package:
-            yield from ((f"{name}.{key}", part) for key, part in list(vars(value).items()) if _is_name(key))
+    elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, (type, types.FunctionType)):
+        yield from ((f"{name}.{key}", part) for key, part in list(vars(value).items()) if _is_name(key))
 
 
 def _component(value: Any, module: nn.Module) -> str | None:

@@ -21,6 +21,7 @@ from lowprec_check.features.programs.program_code import forms_of_code, patched,
 from lowprec_check.features.programs.program_scan import PastedCode, ProgramRun, ProgramScan
 from lowprec_check.process import Isolation
 from lowprec_check.schema.options import ScanOptions
+from lowprec_check.schema.statements import agree, some
 
 if TYPE_CHECKING:
     from lowprec_check.features.programs.models_of_program import WatchedProgram
@@ -208,6 +209,7 @@ def _watched(compare: Sequence[str], wanted: Wanted, spec: TargetSpec, options: 
     from lowprec_check.features.programs.models_of_program import WatchedProgram
     from lowprec_check.features.programs.running import STOPPED, run_to_end
     from lowprec_check.features.programs.variables import check_variables
+    from lowprec_check.torchkit.floating_dtypes import NARROW
 
     program, ended = WatchedProgram(spec.name, wanted), dict[str, Any]()
     seconds = options.budget or PROGRAM_SECONDS
@@ -220,6 +222,10 @@ def _watched(compare: Sequence[str], wanted: Wanted, spec: TargetSpec, options: 
 
     program.notes = run_to_end(spec, options.seed, watching, seconds=seconds, threads=1)
     program.was_stopped = any(note.startswith(STOPPED) for note in program.notes)
+    narrow = [model.name for model in program.models if any(p.dtype in NARROW for p in model.module.parameters())]
+    if narrow:
+        note = f"{some(narrow)} {agree(len(narrow), 'has', 'have')} weights in 16 bits or fewer in the script"
+        program.notes += (f"{note}: runs of the program are compared with the script as it is, not with fp32",)
     check_variables(compare, ended)
     return program
 

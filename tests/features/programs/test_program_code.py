@@ -124,6 +124,12 @@ def test_a_text_that_is_another_is_not_the_result(tmp_path: Path) -> None:
     assert msgspec.structs.replace(run, variables=[]).passes
 
 
+def test_a_script_in_16_bits_is_no_reference_in_fp32(tmp_path: Path) -> None:
+    body = "import torch\nnet = torch.nn.Linear(4, 4).bfloat16()\nnet(torch.rand(2, 4).bfloat16())\n"
+    (note,) = Tried(tmp_path / "infer.py", body).seen.notes
+    assert note.startswith("net has weights in 16 bits or fewer in the script: runs of the program are compared with")
+
+
 def test_a_model_that_no_variable_reaches_has_no_code(tmp_path: Path) -> None:
     body = """
         from torch import nn
