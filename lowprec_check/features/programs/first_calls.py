@@ -130,7 +130,7 @@ def _parts_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, (list, tuple)):
         yield from ((f"{name}[{number}]", part) for number, part in enumerate(value))
     elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, (type, types.FunctionType)):
-        yield from ((f"{name}.{key}", part) for key, part in list(vars(value).items()) if _is_name(key))
+        yield from ((f"{name}.{key}", part) for key, part in list(vars(value).items()) if _is_name(f"{key}"))
 
 
 def _component(value: Any, module: nn.Module) -> str | None:
