@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowprec_check.features.programs.module_state import State, StateOfModule
+from lowprec_check.features.programs.module_state import State, StateOfModule, version_of
 from lowprec_check.torchkit.devices import free_memory
 from lowprec_check.torchkit.output_comparison import same_values
 from lowprec_check.torchkit.pytree import leaves, map_tensors
@@ -76,7 +76,7 @@ class CallsOfModel:
         self.count = 0
         self._room = room or Room()
         self._kept: list[CallCopy] = []
-        self._last: tuple[CallCopy, list[tuple[Tensor, int]]] | None = None
+        self._last: tuple[CallCopy, list[tuple[Tensor, float]]] | None = None
         """The last call by reference, with the versions of its tensors: most are not kept."""
         self._largest: dict[str, tuple[float, int]] = {}
         """By the path of an input, its largest value and the call that had it."""
@@ -94,7 +94,7 @@ class CallsOfModel:
             self._last = None
         else:
             args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor)
-            self._last = call._replace(args=args, kwargs=kwargs), [(each, _version(each)) for _, each in named]
+            self._last = call._replace(args=args, kwargs=kwargs), [(each, version_of(each)) for _, each in named]
         return self.count
 
     def returned(self, number: int, output: Any) -> None:
@@ -131,7 +131,7 @@ class CallsOfModel:
 
     def _is_as_it_was(self) -> bool:
         """Whether nobody wrote to the inputs of the last call."""
-        return self._last is not None and all(_version(tensor) == version for tensor, version in self._last[1])
+        return self._last is not None and all(version_of(tensor) == version for tensor, version in self._last[1])
 
     def _keep(self, call: CallCopy) -> None:
         if not self._room.take(call) and self._kept:  # the first is kept in any case
@@ -198,7 +198,3 @@ def _magnitude(tensor: Tensor) -> float | None:
     least, most = tensor.detach().float().aminmax()  # faster than a norm
     value = max(-float(least), float(most))
     return value if math.isfinite(value) else None
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

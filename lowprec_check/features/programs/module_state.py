@@ -9,6 +9,7 @@ import collections
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lowprec_check.torchkit.pytree import map_tensors
@@ -118,11 +119,20 @@ def _is_state(value: Any, depth: int = 0) -> bool:
 def _marks_of(value: Any) -> list[Any]:
     """What shows that a value was changed; it holds the tensors, so that no other has their ids."""
     if isinstance(value, Tensor):
-        return [(value, 0 if value.is_inference() else value._version)]
+        return [(value, version_of(value))]
     if isinstance(value, _CONTAINERS):
         items = value.values() if isinstance(value, dict) else value
         return [type(value), len(value), *(mark for item in items for mark in _marks_of(item))]
     return [value]
+
+
+def version_of(tensor: Tensor) -> float:
+    """What shows that a tensor was written to; a tensor of inference mode has only its values."""
+    if not tensor.is_inference():
+        return tensor._version
+    if tensor.is_meta or tensor.is_complex() or tensor.layout != torch.strided:
+        return 0
+    return float(tensor.float().sum())
 
 
 def _same_marks(marks: list[Any] | None, others: list[Any] | None) -> bool:

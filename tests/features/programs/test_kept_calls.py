@@ -62,6 +62,19 @@ def test_a_call_that_was_overwritten_is_not_kept_for_what_it_returns() -> None:
     assert [call.number for call in calls.kept()] == [1]
 
 
+@torch.inference_mode()
+def test_a_call_that_was_overwritten_in_inference_mode_is_not_kept() -> None:
+    calls, x = CallsOfModel(nn.Linear(1, 1), ""), torch.ones(3)
+    for _ in range(3):
+        calls.note((x,), {}, None)
+    assert [call.number for call in calls.kept()] == [1]
+    x += 0.1
+    calls.note((x,), {}, None)
+    assert [call.number for call in calls.kept()] == [1, 4]
+    x += 0.1
+    assert [call.number for call in calls.kept()] == [1]
+
+
 def test_calls_beyond_the_memory_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls_of_model, "free_memory", lambda device: 8 * 1000)
     room = Room()
