@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
@@ -109,7 +110,7 @@ def test_a_black_picture_is_called_black(tmp_path: Path) -> None:
 def test_a_variable_of_a_program_that_ended_early_is_not_there(tmp_path: Path) -> None:
     for saves, variables in ((True, {"text": "a cat"}), (False, dict[str, str]())):
         comparison = VariableComparison(["text"], tmp_path, saves=saves)
-        with comparison.watching(lambda variables=variables: variables):
+        with comparison.watching(functools.partial(dict, variables)):
             pass
     assert [(each.error, each.note) for each in comparison.errors] == [(None, "it is not there at the end")]
 

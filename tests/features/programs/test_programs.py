@@ -122,7 +122,12 @@ class Trainer(nn.Module):
 
 def test_of_a_method_with_many_calls_few_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[object] = []
-    monkeypatch.setattr(watching, "copied", lambda given: copies.append(given) or given)
+
+    def copied(arguments: Any) -> Any:
+        copies.append(arguments)
+        return arguments
+
+    monkeypatch.setattr(watching, "copied", copied)
     model = Trainer()
     with watch() as program:
         model.fit()
