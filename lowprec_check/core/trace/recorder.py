@@ -106,6 +106,8 @@ class Recorder(DispatchMode):
         # Before the op runs: what it writes to is lost afterwards.
         if call.involved and self._errors != "none":
             self._guarded(call, self._prepare, call, state is not None)
+        elif call.traits.mutable:
+            self._guarded(call, self.lockstep.figures.before_write, call.written())
         out = self.execution.run(call)
         if self.execution.pending.any:
             out = self.execution.pending.resolve(call, out)

@@ -86,7 +86,7 @@ def _request(runs: TargetRuns, result: ScanResult, options: ScanOptions) -> Code
         return None
     tolerance = None
     if run.status == "ok" and target.weights != "scaled":
-        tolerance = runs.tolerance(run.precision, run.backend)
+        tolerance = runs.tolerance(best.precision, run.backend)
     in_fp32 = ""
     if result.is_forward and result.as_given is None:  # the fp32 of several dtypes is not what the file has
         in_fp32 = snippet(result.runs[0].key, result.model, torch_version=result.torch)
