@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -270,6 +271,22 @@ def test_integers_beside_floating_leaves_are_counted_but_not_judged() -> None:
     ids = [torch.tensor([1, 2]), torch.tensor([1, 3])]
     found = compare_outputs([torch.ones(2), ids[0]], [torch.ones(2), ids[1]])
     assert (found.distance, found.error.mismatched) == (0.0, 0.5)
+
+
+# -- warnings
+
+
+class Warns(Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        warnings.warn("of the model", UserWarning, stacklevel=1)
+        return self.linear(x)
+
+
+def test_a_warning_is_no_failure_where_warnings_are_errors() -> None:
+    plain, found = run(Warns(), (X,), "bfloat16")
+    assert (plain.status, found.exception, found.gaps) == ("ok", None, [])
+    assert [note for note in found.notes if "of the model" in note] == []
+    assert rows(found, "addmm")
 
 
 # -- one op that takes all the time
