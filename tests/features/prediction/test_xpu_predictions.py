@@ -177,7 +177,7 @@ def test_the_command_predicts_an_absent_device(tmp_path: Path) -> None:
     shown = text_of(call_process("scan", WHITENING, *options))
     # how many further inputs there are depends on the speed of the machine
     passes = r"redicted to pass on (\d+) of \1 inputs, worst 6 % of the tolerance\."
-    assert re.search(rf"torch 2\.8 · xpu, predicted on a CPU autocast-fp16: p{passes}", shown)
+    assert re.search(rf"torch 2\.8 · xpu, predicted on a CPU autocast-fp16 is p{passes}", shown)
     assert "UserWarning" not in shown
     assert "measured" not in shown
     result = ScanResult.load(saved)
@@ -201,7 +201,7 @@ def test_a_plan_of_a_prediction(tmp_path: Path, call: Call) -> None:
     plan = tmp_path / "plan.json"
     words = shlex.split(f"--device xpu --torch 2.13 --predict -p autocast-bf16 -q --save-plan {plan}")
     shown = text_of(call("scan", model, *words))
-    assert "autocast-bf16 with 1 of 2 modules in fp32: predicted to pass on " in shown
+    assert "autocast-bf16 with 1 of 2 modules in fp32 is predicted to pass on " in shown
     saved = lowprec_check.Plan.load(plan)
     assert (saved.evidence, saved.device, saved.keep_fp32) == ("predicted", "xpu", ["a"])
     assert (saved.latency_ms, saved.speedup, saved.peak_memory_bytes) == (None, None, None)
