@@ -195,7 +195,7 @@ HOSTILE = [
     OddCall(
         f"scan odd.py {HALF}",
         1,
-        "LP905 incomplete-scan (half): (odd.py:13): later ops were not checked",
+        "LP905 incomplete-scan (half): odd.py:13: later ops were not checked",
         method("half(self): raise RuntimeError('never')"),
     ),
     OddCall(f"scan odd.py {HALF}", 1, "RuntimeError: never", method("_apply(self, *_): raise RuntimeError('never')")),

@@ -334,7 +334,7 @@ def vanishes(fp32: Run) -> bool:
 
 
 def differing_integers(run: Run) -> Sentence | None:
-    """Integers that differ beside floating values, which do not decide."""
+    """Integers that differ beside floating values."""
     error = run.output_error
     if error is None or error.rel_l2 is None or not error.mismatched:
         return None

@@ -250,6 +250,7 @@ class ScanOptions(DeclaredOptions):
         "Release of torch to predict for; needs a device.",
         unset="the installed one",
         group=WHERE,
+        listed=False,
         flags=("--torch",),
         metavar="X.Y",
     )

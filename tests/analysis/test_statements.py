@@ -235,7 +235,7 @@ def test_the_order_of_statements_depends_on_no_import() -> None:
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
     assert done.stdout.split() == list(kinds())
-    assert " verdict amp-use way-out no-plan first-call weight-cast patch patch-of-script passes " in done.stdout
+    assert " verdict amp-use way-out no-plan first-call weight-cast patch-of-script passes " in done.stdout
 
 
 def _of(result: ScanResult, kind: str) -> list[Statement]:

@@ -212,6 +212,9 @@ def holds(text: str, kind: str, value: float | None) -> bool:
     """Whether the text says this figure, rounded at its last digit, or a range around it."""
     if value is None:
         return "infinite" in text
+    if kind in ("error", "limit"):
+        # an error as large as the values is said as a share of them
+        text = re.sub(rf"({NUMBER}) %", r"\1e-02", text)
     for sign, low, high in re.findall(rf"([<>−] ?)?({NUMBER})(?: %)?(?: – −?({NUMBER}|infinite))?", text):
         least, most = rounded_from(low)
         if high == "infinite" or sign == "> ":
@@ -261,6 +264,10 @@ def test_a_planted_figure_is_found(figure: str, value: float) -> None:
 def test_a_range_must_hold_each_figure() -> None:
     for value, is_held in ((1e-3, True), (2e-2, True), (4.04e-2, True), (4.2e-2, False), (9e-4, False)):
         assert holds("error 1.0e-03 – 4.0e-02", "error", value) == is_held
+    for value, is_held in ((1.0, True), (1.004, True), (1.01, False), (100.0, False)):
+        assert holds("error 100 %", "error", value) == is_held
+    assert holds("error 4.3e-02 – 120 %", "error", 1.2)
+    assert not holds("error 4.3e-02 – 120 %", "error", 1.21)
     assert holds("about 46 % from head", "share", 0.464)
     assert not holds("about 46 % from head", "share", 0.47)
     assert holds("< 1 % from head", "share", 0.004)
