@@ -16,11 +16,20 @@ def error_with_same_choices(run: Run) -> float | None:
     about_another_run = not run.is_eager or run.failed_call or run.compared_module or not run.complete
     if run.status != "inaccurate" or about_another_run or run.output_error is None or run.lockstep_error is None:
         return None
-    error, in_lockstep = run.relative_error, run.lockstep_error.distance
+    error, in_lockstep, limit = run.relative_error, run.lockstep_error.distance, run.relative_tolerance
+    if fails_by_integers(run) and run.by_meaning is not None:
+        error, in_lockstep, limit = run.output_error.mismatched, run.lockstep_error.mismatched, run.by_meaning.limit
     if in_lockstep is None:
         return None
     is_far = error is None or error > DECISIVE * in_lockstep
-    return in_lockstep if is_far and in_lockstep <= (run.relative_tolerance or 0.0) else None
+    return in_lockstep if is_far and in_lockstep <= (limit or 0.0) else None
+
+
+def fails_by_integers(run: Run) -> bool:
+    """Whether integers or booleans differ beside floating values that are within the tolerance."""
+    if run.by_meaning is None or run.output_error is None or not run.output_error.mismatched:
+        return False
+    return run.rel_l2 is not None and run.rel_l2 <= (run.relative_tolerance or 0.0)
 
 
 _COPIES = ("to_copy", "copy_", "clone", "contiguous", "detach")

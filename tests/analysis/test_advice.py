@@ -162,6 +162,7 @@ def test_integers_that_differ_decide_beside_floats_that_pass(limit: tuple[str, .
     assert "of the integers" in text
     [found] = [d for d in result.diagnostics if d.code == "LP304" and "argmax" in (d.op or "")]
     assert found.matters is (True if status == "inaccurate" else None)
+    assert ("but 0 % with the same choices in fp32" in found.message) == (status == "inaccurate")
 
 
 def test_integers_that_differ_on_a_later_batch_count() -> None:

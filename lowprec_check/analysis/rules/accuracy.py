@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Literal
 
-from lowprec_check.analysis.choices import error_with_same_choices, other_ops
+from lowprec_check.analysis.choices import error_with_same_choices, fails_by_integers, other_ops
 from lowprec_check.analysis.error_shares import is_over_tolerance, is_vague
 from lowprec_check.analysis.next_steps import command
 from lowprec_check.analysis.rules.gaps import from_gaps
@@ -430,12 +430,15 @@ def _decided_by_choices(run: Run, others: Sequence[str]) -> Sentence | None:
     if error.rel_l2 is None and error.distance is not None:
         integers = "{share:percent} of the values differ, but {same:percent} with the same choices in fp32"
         return say(integers, share=error.distance, same=same)
+    if fails_by_integers(run):
+        integers = "{share:percent} of the integers or booleans in a tensor of the output differ, but "
+        return say(integers + "{same:percent} with the same choices in fp32", share=error.mismatched, same=same)
     if others:
         errors = "output error {error:error}, but {same:error} where fp32 does the same"
         words = f"it calls {{ops:ops}} where fp32 does not; {errors}"
-        return say(words, ops=list(others), error=error.distance, same=same)
+        return say(words, ops=list(others), error=run.relative_error, same=same)
     errors = "output error {error:error}, but {same:error} with the same choices in fp32"
-    return say(errors, error=error.distance, same=same)
+    return say(errors, error=run.relative_error, same=same)
 
 
 @rule("LP305", "numeric-failure", "error")
