@@ -287,10 +287,10 @@ def _verdict(of_kind: Mapping[str, Sequence[Statement]]) -> Iterator[Block]:
     if reason:
         text = f"{reason}. {rests_on}".strip()
     elif rests_on and "; " not in verdict.text:
-        lead, text = verdict.text, rests_on
+        lead, text = verdict.text, f"{rests_on[:1].lower()}{rests_on[1:]}"
         name = lead.removesuffix(" passes (predicted)")
         if name != lead:  # what it rests on begins with that it is predicted to pass
-            lead, text = "", f"{name} is {rests_on[:1].lower()}{rests_on[1:]}"
+            lead, text = "", f"{name} is {text}"
     else:
         lead, text = "", f"{verdict.text}. {rests_on}".strip()
     yield Say(text, verdict.tone, "verdict", lead, detail="brief")
