@@ -360,7 +360,9 @@ def test_a_fault_is_reported_even_if_there_is_no_time_to_explain_it(
     quick = scan(wrong, draw(4, 16), times="off", budget=6, **BFLOAT16 | {"errors": "both"}).run("bfloat16")
     assert quick.compiler is not None
     assert (quick.compiler.verdict, quick.compiler.emulated, quick.notes) == ("worse", "worse", [])
-    assert [path for path in tmp_path.iterdir() if not path.name.startswith("pymp-")] == []
+    # This process keeps its folder for workers, and torch its cache, if they are made here first
+    kept = [path for path in tmp_path.iterdir() if not path.name.startswith(("pymp-", "torchinductor_"))]
+    assert [path for folder in kept for path in (folder.iterdir() if folder.is_dir() else [folder])] == []
 
 
 @pytest.mark.slow
