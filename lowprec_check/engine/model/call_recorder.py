@@ -174,12 +174,16 @@ def is_of_dtype(value: Any, dtype: torch.dtype) -> bool:
 
 def autocasts_now() -> dict[str, torch.dtype]:
     """The dtype of autocast, by the type of the device for which it is enabled."""
-    enabled = {}
+    return {kind: dtype for kind, dtype in autocast_dtypes().items() if torch.is_autocast_enabled(kind)}
+
+
+def autocast_dtypes() -> dict[str, torch.dtype]:
+    """The dtype of autocast, by the type of the device."""
+    dtypes = {}
     for kind in _AUTOCASTS:
         with contextlib.suppress(RuntimeError):  # not known to this torch
-            if torch.is_autocast_enabled(kind):
-                enabled[kind] = torch.get_autocast_dtype(kind)
-    return enabled
+            dtypes[kind] = torch.get_autocast_dtype(kind)
+    return dtypes
 
 
 def version_of(tensor: Tensor) -> int:

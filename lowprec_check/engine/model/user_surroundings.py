@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils import _python_dispatch as dispatch_modes
 
-from lowprec_check.engine.model.call_recorder import autocasts_now, function_modes, set_function_modes
+from lowprec_check.engine.model.call_recorder import autocast_dtypes, autocasts_now, function_modes, set_function_modes
 from lowprec_check.engine.model.kept_files import replaced
 from lowprec_check.torchkit.source_location import is_own_file
 
@@ -26,7 +26,7 @@ class Surroundings:
 
     def __init__(self) -> None:
         self._stream, self._gradients = sys.stderr, torch.is_grad_enabled()
-        self._cached = torch.is_autocast_cache_enabled()
+        self._cached, self._autocast_dtypes = torch.is_autocast_cache_enabled(), autocast_dtypes()
         self._functions, self._dispatched = function_modes(), torch._C._len_torch_dispatch_stack()
         self._hooks = set(_hooks_of_torch())
         self._in_main_thread = threading.current_thread() is threading.main_thread()
@@ -47,6 +47,7 @@ class Surroundings:
             _never_left[-1].__enter__()
         for kind in autocasts_now():
             torch.set_autocast_enabled(kind, False)
+            torch.set_autocast_dtype(kind, self._autocast_dtypes[kind])
         # Out of all blocks of autocast: there is no other way to set their number
         torch.autocast_increment_nesting()
         while torch.autocast_decrement_nesting() > 0:

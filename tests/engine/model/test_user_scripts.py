@@ -185,6 +185,7 @@ CONTEXTS: dict[str, Callable[[], object]] = {
     "torch.no_grad()": torch.is_grad_enabled,
     "torch.inference_mode()": torch.is_inference_mode_enabled,
     "torch.autocast('cpu')": lambda: torch.is_autocast_enabled("cpu"),
+    "torch.autocast('cpu', dtype=torch.float16)": lambda: torch.get_autocast_dtype("cpu"),
     "torch.device('meta')": lambda: torch.ones(1).device,
     "FlopCounterMode(display=False)": lambda: (
         torch._C._len_torch_dispatch_stack(),
