@@ -46,11 +46,11 @@ class Boxes(OutputMeasure):
             pairs = _matched(low, fp32)
             total += float(scores.sum() + own_scores.sum())
             where = f" of image {image}" if len(reference) > 1 else ""
-            found, made = {pair[0] for pair in pairs}, {pair[1] for pair in pairs}
-            for number in set(range(len(scores))) - found:
+            partnered, used = {pair[0] for pair in pairs}, {pair[1] for pair in pairs}
+            for number in set(range(len(scores))) - partnered:
                 lost += float(scores[number])
                 examples.append((float(scores[number]), f"box {number}{where} (score {scores[number]:.2f}) is lost"))
-            for number in set(range(len(own_scores))) - made:
+            for number in set(range(len(own_scores))) - used:
                 score = float(own_scores[number])
                 lost += score
                 examples.append((score, f"a box of score {score:.2f}{where} is one that fp32 lacks"))
