@@ -283,6 +283,7 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytes
 @pytest.fixture(autouse=True)
 def _deterministic() -> Iterator[None]:
     torch.manual_seed(0)
+    torch.set_autocast_dtype("cpu", torch.bfloat16)  # torch's default, whatever another test left
     threads = torch.get_num_threads()
     yield
     assert torch.get_num_threads() == threads  # with more, tests that run at once wait for each other
