@@ -287,7 +287,7 @@ def judge_with_same_draws(ready: Prepared, part: PlainPart) -> None:
                 for replay in replays:
                     with replay:
                         output, _ = run_once(*call)
-                    reference = output_tensors(output).mapped(lambda tensor: tensor.cpu().clone())
+                    reference = output_tensors(output).copied()
                     references.append(reference.as_asked(form))
                 run = judged(run, part.outputs, references, tolerance)
             else:

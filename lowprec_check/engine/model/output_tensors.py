@@ -32,6 +32,10 @@ class OutputTensors(list[Tensor]):
         """The same output with each tensor changed."""
         return OutputTensors(map(change, self), self.form)
 
+    def copied(self) -> OutputTensors:
+        """Copies on the CPU: a model may write to its output in the next call."""
+        return self.mapped(lambda tensor: tensor.cpu().clone())
+
     def as_asked(self, asked: OutputForm) -> OutputTensors:
         """The same output, to be judged as another one is."""
         return OutputTensors(self, self.form._replace(judge=asked.judge, limits=asked.limits))

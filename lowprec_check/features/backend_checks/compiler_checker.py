@@ -128,7 +128,7 @@ class CompilerChecker:
             try:
                 with compiled_code_in_eager():
                     output, _ = run_once(wide, args, kwargs, self.task.seed)
-                return output_tensors(output).mapped(lambda tensor: tensor.cpu().clone())
+                return output_tensors(output).copied()
             except Exception:  # a model with fp32 constants may not run in fp64
                 return None
             finally:
@@ -141,7 +141,7 @@ class CompilerChecker:
         with compiled_code_in_eager() if in_eager else contextlib.nullcontext():
             output, _ = run_once(ready, *call, self.task.seed)
         form = OutputForm(judge=self.task.judge, limits=self.task.limits)
-        return output_tensors(output).mapped(lambda tensor: tensor.cpu().clone()).as_asked(form)
+        return output_tensors(output).copied().as_asked(form)
 
     # -- the explanation
 

@@ -105,7 +105,7 @@ class FurtherCalls:
                 return module_output(self._ready, *call, seed, self._probe) or []
             output, _ = run_once(self._ready, *call, seed)
         self._call_seconds = min(self._call_seconds, self._taken - before)
-        return output_tensors(output).mapped(lambda tensor: tensor.cpu().clone())
+        return output_tensors(output).copied()
 
     def keep(self, self_error: float) -> None:
         """In the fp32 run, whose calls differ by ``self_error``: save further inputs, outputs."""
