@@ -105,8 +105,10 @@ def _is_warning(statement: Statement) -> bool:
 def _head(result: ScanResult, said: Sequence[Statement]) -> Iterator[Block]:
     """What was scanned and where, and what may change the decision."""
     named = f"lowprec-check · {title(result, taken=result.model.taken)}"
-    where = machine(result).partition(": ")[0]
-    yield Say(f"{title(result, taken=result.model.taken)} · {where}", role="title", detail="brief")
+    of_model = [each for each in said if each.about == "model" and _detail(each) == "first" and not _is_warning(each)]
+    first = [title(result, taken=result.model.taken), machine(result).partition(": ")[0]]
+    first += [each.text for each in of_model]
+    yield Say(" · ".join(first), role="title", detail="brief")
     yield Say(named, role="title", detail="more")
     yield Say(machine(result), role="hint", detail="more")
     about = ("model", "prediction", "inputs", "weights", "times")

@@ -74,11 +74,18 @@ class ErrorStats(Struct, frozen=True, kw_only=True):
     """Share of the integers and booleans that differ, at most over leaves; ``None`` if none."""
     meaning: Meaning | None = None
     """What the output means, compared with fp32's, if a measure fits it."""
+    beside: list[Meaning] = []
+    """What other measures say of its other tensors."""
 
     @property
     def by_meaning(self) -> Meaning | None:
         """The measure that decides, if one does."""
         return self.meaning if self.meaning is not None and self.meaning.decides else None
+
+    @property
+    def shown(self) -> str:
+        """The figure of the measure that decides; empty if none does."""
+        return self.by_meaning.shown if self.by_meaning is not None else ""
 
     @property
     def distance(self) -> float | None:

@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -71,11 +71,14 @@ def compare_outputs(
     *,
     called: str = "the fp32 output",
     tolerance: float | None = None,
+    among: Collection[int] | None = None,
+    comparisons: dict[int, OutputComparison] | None = None,
 ) -> OutputComparison:
-    """Compare the leaves of two outputs pairwise; the leaf with the largest error counts.
+    """Compare the leaves of two outputs pairwise, or some ``among`` them; the largest error counts.
 
     ``called`` is what notes call the reference. A leaf that is all zeros in the reference has an
     infinite error, which tells little: one over ``tolerance`` that is not counts before it.
+    ``comparisons`` keeps those of leaves for a call about others ``among`` them.
 
     The distance is that of the floating leaves; without any, the share of integers and booleans
     that differ; ``inf`` if number or shapes of leaves differ, as when a detector keeps more boxes.
@@ -84,13 +87,15 @@ def compare_outputs(
         return OutputComparison(NOTHING, math.inf, compared=False)
     if len(outputs) != len(references):
         return _incomparable(f"the output has {len(outputs)} tensors, {called} {len(references)}", outputs, references)
-    pairs = list(zip(outputs, references, strict=True))
-    for out, reference in pairs:
-        if out.shape != reference.shape:
-            shapes = f"the output has shape {tuple(out.shape)}, {called} {tuple(reference.shape)}"
-            return _incomparable(shapes, outputs, references)
-    floating = {number: pair for number, pair in enumerate(pairs) if is_float(pair[0]) or is_float(pair[1])}
-    integers = [pair for number, pair in enumerate(pairs) if number not in floating]
+    pairs = dict(enumerate(zip(outputs, references, strict=True)))
+    if among is not None:
+        pairs = {number: pairs[number] for number in among}
+    unlike = [pair for pair in pairs.values() if pair[0].shape != pair[1].shape]
+    if unlike:
+        shapes = f"the output has shape {tuple(unlike[0][0].shape)}, {called} {tuple(unlike[0][1].shape)}"
+        return _incomparable(shapes, outputs, references)
+    floating = {number: pair for number, pair in pairs.items() if is_float(pair[0]) or is_float(pair[1])}
+    integers = [pair for number, pair in pairs.items() if number not in floating]
     shares = (float((out != reference).double().mean()) for out, reference in integers if reference.numel())
     mismatched = max(shares, default=None)
     # Floating leaves of zeros only, or none: the integers decide.
@@ -99,16 +104,20 @@ def compare_outputs(
             return OutputComparison(NOTHING, 0.0, compared=False, rms=0.0)
         rms = 0.0 if any(pair[1].numel() for pair in floating.values()) else None
         return OutputComparison(msgspec.structs.replace(NOTHING, mismatched=mismatched), mismatched, rms=rms)
-    comparisons = {number: _compare_leaf(*pair, called) for number, pair in floating.items()}
+    if comparisons is None:
+        comparisons = {}
+    for number, pair in floating.items():
+        if number not in comparisons:
+            comparisons[number] = _compare_leaf(*pair, called)
     over_tolerance = set()
     if tolerance is not None:
-        over_tolerance = {n for n, leaf in comparisons.items() if leaf.rms and leaf.distance > tolerance}
-    leaf = max(over_tolerance or comparisons, key=lambda number: comparisons[number].distance)
+        over_tolerance = {n for n in floating if comparisons[n].rms and comparisons[n].distance > tolerance}
+    leaf = max(over_tolerance or floating, key=lambda number: comparisons[number].distance)
     worst = comparisons[leaf]
     error = worst.error
     if error is not NOTHING:
         error = msgspec.structs.replace(error, mismatched=mismatched)
-    nonfinite = any(compared.nonfinite for compared in comparisons.values())
+    nonfinite = any(comparisons[number].nonfinite for number in floating)
     return worst._replace(error=error, nonfinite=nonfinite, leaf=leaf)
 
 

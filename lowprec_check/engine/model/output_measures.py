@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -14,7 +15,7 @@ import msgspec
 from torch import Tensor
 
 from lowprec_check.engine.model.output_tensors import OutputForm
-from lowprec_check.errors import UsageError
+from lowprec_check.errors import UsageError, first_line, message_of, type_name
 from lowprec_check.schema.meaning import Meaning
 from lowprec_check.schema.registry import objects_of_features
 from lowprec_check.schema.statements import percent
@@ -67,7 +68,7 @@ class Figure(NamedTuple):
             return percent(value)
         if self.unit == "dB":
             return f"{value:.0f} dB"
-        return f"{value:.1e}"
+        return f"{value:.2g}"
 
     @property
     def text(self) -> str:
@@ -158,41 +159,27 @@ def compare_by_meaning(
 
     What uses most of its limit decides. If no measure can tell, rel_l2 decides of all.
     """
-    whole = compare_outputs(output, reference, tolerance=tolerance)
+    leaves: dict[int, OutputComparison] = {}
+    whole = compare_outputs(output, reference, tolerance=tolerance, comparisons=leaves)
     if tolerance is None or whole.nonfinite or form.judge == RELATIVE_ERROR or len(output) != len(reference):
         return whole
-    taken, judged = set[int](), set[int]()
-    meanings = []
-    for name, measure in output_measures().items():
-        if form.judge not in (None, name):
-            continue
-        parts = [part for part in measure.parts(form, reference) if taken.isdisjoint(part.values())]
-        if not parts:
-            continue
-        ours, wanted = ([{role: side[n] for role, n in part.items()} for part in parts] for side in (output, reference))
-        measured = measure.compare(ours, wanted, tolerance)
-        meanings.append(_meaning(name, measured, dict(form.limits)))
-        numbers = {number for part in parts for number in part.values()}
-        taken |= numbers
-        if not measured.cannot_tell:
-            judged |= numbers
-    if form.judge is not None and not meanings:
-        words = f"The output has nothing to be judged by {form.judge}."
-        raise UsageError(words, "Leave out --judge, or return logits, boxes or a picture by their usual names.")
+    meanings, judged = _meanings(output, reference, form, tolerance)
     if not meanings:
         return whole
 
+    meanings.sort(key=lambda meaning: (bool(meaning.cannot_tell), -meaning.used))
+    worst = meanings[0]
     rest = [number for number in range(len(output)) if number not in judged]
-    others = compare_outputs([output[n] for n in rest], [reference[n] for n in rest], tolerance=tolerance)
-    worst = max(meanings, key=lambda meaning: (not meaning.cannot_tell, meaning.used))
+    if judged and "Output" in form.kind:
+        rest = [number for number in rest if not _BY_PRODUCTS.match(form.paths[number])]
+    others = compare_outputs(output, reference, tolerance=tolerance, among=rest, comparisons=leaves)
     # Not `>`: a distance may be NaN
     others_decide = others.compared and not others.distance <= worst.used * tolerance
     if worst.used > 1 and others.rms == 0.0:  # an error of zeros tells less
         others_decide = False
     decides = not worst.cannot_tell and not others_decide
-    error = msgspec.structs.replace(
-        whole.error, meaning=msgspec.structs.replace(worst, decides=decides, tolerance=tolerance)
-    )
+    worst = msgspec.structs.replace(worst, decides=decides, tolerance=tolerance)
+    error = msgspec.structs.replace(whole.error, meaning=worst, beside=meanings[1:])
     if decides:
         # An output is not unjudged because a tensor that does not decide is all zeros
         return whole._replace(
@@ -209,9 +196,42 @@ def compare_by_meaning(
     mismatched = others.error.mismatched
     if others.error.rel_l2 is not None:
         mismatched = whole.error.mismatched
-    error = msgspec.structs.replace(others.error, meaning=error.meaning, mismatched=mismatched)
-    leaf = None if others.leaf is None else rest[others.leaf]
-    return others._replace(error=error, leaf=leaf)
+    error = msgspec.structs.replace(others.error, meaning=worst, beside=meanings[1:], mismatched=mismatched)
+    return others._replace(error=error)
+
+
+_BY_PRODUCTS = re.compile(r"past_key_values|.*hidden_states?\b|.*attentions?\b|auxiliary_|intermediate_|init_ref")
+"""Tensors of transformers' outputs beside what they are for, which a measure judges."""
+
+
+def _meanings(
+    output: Sequence[Tensor], reference: Sequence[Tensor], form: OutputForm, tolerance: float
+) -> tuple[list[Meaning], set[int]]:
+    """What each measure says that fits, and the tensors that those judge which can tell."""
+    meanings: list[Meaning] = []
+    taken, judged = set[int](), set[int]()
+    for name, measure in output_measures().items():
+        if form.judge not in (None, name):
+            continue
+        parts = [part for part in measure.parts(form, reference) if taken.isdisjoint(part.values())]
+        if not parts:
+            continue
+        numbers = {number for part in parts for number in part.values()}
+        taken |= numbers
+        ours, wanted = ([{role: side[n] for role, n in part.items()} for part in parts] for side in (output, reference))
+        try:
+            measured = measure.compare(ours, wanted, tolerance)
+        except Exception as error:  # rel_l2 can tell what a measure cannot
+            reason = f"the measure fails: {type_name(error)}: {first_line(message_of(error))}"
+            measured = Measured(cannot_tell=reason)
+        why = "--judge" if form.judge else form.kind
+        meanings.append(msgspec.structs.replace(_meaning(name, measured, dict(form.limits)), why=why))
+        if not measured.cannot_tell:
+            judged |= numbers
+    if form.judge is not None and not meanings:
+        words = f"The output has nothing to be judged by {form.judge}."
+        raise UsageError(words, "Leave out --judge, or return logits, boxes or a picture by their usual names.")
+    return meanings, judged
 
 
 def _meaning(name: str, measured: Measured, limits: Mapping[str, float]) -> Meaning:
@@ -221,21 +241,25 @@ def _meaning(name: str, measured: Measured, limits: Mapping[str, float]) -> Mean
         for key, figure in measured.figures.items()
     }
     values = {key: figure.value for key, figure in figures.items() if math.isfinite(figure.value)}
-    limited = [figure for figure in figures.values() if figure.limit is not None]
+    limited = {key: figure for key, figure in figures.items() if figure.limit is not None}
     meaning = Meaning(measure=name, figures=values, cannot_tell=measured.cannot_tell, examples=[*measured.examples[:3]])
     if not limited:
         return meaning
-    worst = max(limited, key=lambda figure: figure.used)
-    if worst.used > 1:
-        text = worst.text
-    else:
+    key = max(limited, key=lambda key: limited[key].used)
+    worst = limited[key]
+    text = worst.text
+    if worst.used <= 1:
         text = ", ".join(figure.text for figure in figures.values() if figure.words)
+    what = name
+    if key != next(iter(figures)):
+        what = f"{name} {key}"
     loss = worst.loss(worst.value)
     if not loss <= MOST_USED:
         loss = MOST_USED
     return msgspec.structs.replace(
         meaning,
         text=text,
+        shown=f"{what} {worst.shown(worst.value)}",
         loss=loss,
         limit=worst.loss(worst.limit or 0.0),
         used=min(worst.used, MOST_USED),

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from lowprec_check.analysis.error_shares import CAST_INPUT, trusted_budget
 from lowprec_check.analysis.rules.accuracy import JUMP
-from lowprec_check.analysis.run_summary import failing_gaps
+from lowprec_check.analysis.run_summary import error_of, failing_gaps
 from lowprec_check.errors import message_of
 from lowprec_check.features.fix.scene import Site
 from lowprec_check.features.fix.seen_values import SeenValue
@@ -51,7 +51,7 @@ def distance_of(runs: Iterable[Run]) -> tuple[float, float]:
         if run.further_inputs is not None and run.further_inputs.tried:
             rank += 0.5 * run.further_inputs.failed / run.further_inputs.tried
         if run.status != "ok":
-            error += 1e3 if run.distance is None else min(run.distance, 1e3)
+            error += min(error_of(run), 1e6)
     return rank, error
 
 

@@ -183,7 +183,7 @@ class FurtherCalls:
                 reason = reason or SLOW
                 break
             on_input(number, result)
-            status, distance = "error", math.inf
+            status, distance, shown = "error", math.inf, ""
             try:
                 outputs = self._outputs(values)
             except BaseException as error:
@@ -193,9 +193,12 @@ class FurtherCalls:
                 distance = compared.distance
                 if compared.limit:  # that of another figure
                     distance *= limit / compared.limit
+                shown = compared.error.shown
             if status == "unjudged":
                 result = msgspec.structs.replace(result, left_out=result.left_out + 1)
             else:
+                if distance > largest:
+                    result = msgspec.structs.replace(result, worst_shown=shown)
                 result, largest = with_input(result, status, distance, number), max(largest, distance)
         return with_interval(result, looks, reason)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowprec_check import scan
+from lowprec_check import render, scan
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.scan_result import ScanResult
 
@@ -47,6 +47,9 @@ def test_tokens_decide_where_fp32_is_sure() -> None:
     assert run.by_meaning.measure == "tokens"
     assert run.tolerance == pytest.approx(run.by_meaning.limit)
     assert "limit of tokens" in " ".join(statement.text for statement in result.statements)
+    screen = render(result, "text")
+    assert "judged by tokens (CausalLMOutput)" in " ".join(screen.split())
+    assert run.by_meaning.shown in screen  # beside the part of its limit, not the relative error
 
 
 def test_a_fault_is_told_in_tokens() -> None:
@@ -64,6 +67,8 @@ def test_the_error_decides_where_fp32_is_not_sure_or_if_it_is_asked_for() -> Non
     assert run.output_error is not None
     assert run.output_error.meaning is not None
     assert run.tolerance == 0.05
+    reason = "judged by the relative error, not by tokens: fp32 itself is not sure"
+    assert reason in " ".join(render(scanned(Language(scale=0.1)), "text").split())
     run = scanned(Language(scale=8.0), judge="rel_l2").runs[1]
     assert run.output_error is not None
     assert run.output_error.meaning is None

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowprec_check.analysis.run_summary import effective_status
+from lowprec_check.analysis.run_summary import effective_status, error_of
 from lowprec_check.analysis.statements.status import error_text
 from lowprec_check.engine.model.output_measures import Figure, check_judge, output_measures, parse_limits
 from lowprec_check.engine.model.output_tensors import OutputForm, OutputTensors
@@ -19,6 +19,7 @@ from lowprec_check.features.meaning import boxes as boxes_module
 from lowprec_check.features.meaning import logits as logits_module
 from lowprec_check.schema.meaning import Meaning
 from lowprec_check.schema.scan_result import Run
+from lowprec_check.torchkit import output_comparison
 
 TOLERANCE = 1e-2
 
@@ -335,7 +336,7 @@ def test_zeros_do_not_hide_that_tokens_differ() -> None:
         (Figure(0.98996, "{} agree", 0.99), "less than 99 % agree; at least 99 % would pass"),
         (Figure(0.5, "{} agree", 0.99), "50 % agree; at least 99 % would pass"),
         (Figure(39.96, "a PSNR of {}", 40.0, "dB"), "a PSNR of less than 40 dB; at least 40 dB would pass"),
-        (Figure(0.01004, "a KL of {}", 0.01, "difference"), "a KL of more than 1.0e-02; at most 1.0e-02 would pass"),
+        (Figure(0.01004, "a KL of {}", 0.01, "difference"), "a KL of more than 0.01; at most 0.01 would pass"),
         (Figure(0.99, "{} agree", 0.99), "99 % agree"),
     ],
 )
@@ -428,3 +429,60 @@ def test_the_form_of_an_output_is_told_by_its_class_and_names() -> None:
     tensors = output_tensors(Output(logits=torch.ones(2), mask=torch.ones(3)))
     assert tensors.form == OutputForm("Output", ("logits", "mask"))
     assert {"tokens", "classes", "pixels", "boxes", "picture", "integers"} == set(output_measures())
+
+
+# -- What decides
+
+
+def test_a_measure_that_fails_leaves_the_verdict_to_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compare(*_: object) -> None:
+        raise RuntimeError("no kernel")
+
+    fp32 = logits(2, 30, 100)
+    monkeypatch.setattr(output_measures()["tokens"], "compare", compare)
+    for factor, expected in ((1.001, "ok"), (1.02, "inaccurate")):
+        low = output("CausalLMOutput", logits=fp32 * factor)
+        status, told = meaning(low, output("CausalLMOutput", logits=fp32))
+        assert (status, told.decides) == (expected, False)
+        assert told.cannot_tell == "the measure fails: RuntimeError: no kernel"
+
+
+def test_each_tensor_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+    compare_leaf = output_comparison._compare_leaf
+    monkeypatch.setattr(output_comparison, "_compare_leaf", lambda *pair: compared.append(1) or compare_leaf(*pair))
+    fp32 = output("CausalLMOutput", logits=logits(2, 30, 100), aux=logits(50))
+    low = output("CausalLMOutput", logits=fp32[0], aux=fp32[1] * 1.02)
+    status, outcome = judge(low, fp32, TOLERANCE)
+    assert (status, outcome.leaf, outcome.error.by_meaning) == ("inaccurate", 1, None)
+    assert len(compared) == 2
+
+
+def test_by_products_of_a_language_model_do_not_decide() -> None:
+    fp32 = output("CausalLMOutputWithPast", logits=logits(2, 30, 100), **{"hidden_states.0": logits(50)})
+    low = output("CausalLMOutputWithPast", logits=fp32[0], **{"hidden_states.0": fp32[1] * 1.02})
+    assert meaning(low, fp32)[0] == "ok"
+    # Where the tokens cannot tell, all of the output counts
+    small = fp32.mapped(lambda tensor: tensor / 1000)
+    assert meaning(low.mapped(lambda tensor: tensor / 1000), small)[0] == "inaccurate"
+
+
+def test_several_measures_of_one_output_are_kept() -> None:
+    fp32 = output("CausalLMOutput", logits=logits(2, 30, 100), keep=torch.zeros(100, dtype=torch.bool))
+    low = output("CausalLMOutput", logits=fp32[0], keep=torch.ones(100, dtype=torch.bool))
+    status, compared = judge(low, fp32, TOLERANCE)
+    assert status == "inaccurate"
+    assert compared.error.by_meaning is not None
+    assert [told.measure for told in (compared.error.by_meaning, *compared.error.beside)] == ["integers", "tokens"]
+
+
+def test_runs_are_ranked_by_the_part_of_their_limit() -> None:
+    fp32 = output("DecoderOutput", sample=torch.rand(1, 3, 16, 16))
+    limits = OutputForm(limits=parse_limits(["picture.psnr=20"]))
+    run = Run(precision="half", device="cpu", status="ok", tolerance=TOLERANCE)
+    low = fp32.mapped(lambda tensor: tensor * 1.05)
+    by_picture = judged(run, [low], [fp32.as_asked(limits)], TOLERANCE)
+    by_error = judged(run, [fp32.mapped(lambda tensor: tensor * 1.009)], [OutputTensors(fp32)], TOLERANCE)
+    assert by_picture.by_meaning is not None
+    assert by_picture.distance > by_error.distance  # of other units
+    assert error_of(by_picture) < error_of(by_error)
