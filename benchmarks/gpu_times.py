@@ -23,7 +23,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from gpu_speed import LLAMA, SMALL, Logits, Make, _in_context, do_bench, image, mlp, near, text
 from shared import described, head, made, parser_of, save
 from tabulate import tabulate
 from torch import Tensor, nn
@@ -31,6 +30,8 @@ from torch import Tensor, nn
 from lowprec_check.analysis.speed import in_rounds, told_on_device, waits_for_host
 from lowprec_check.core.mode import Mode
 from lowprec_check.core.tasks import ModelTask
+from lowprec_check.engine.model.load_target import load_target
+from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.target import Target, make_target
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
 from lowprec_check.features.times.rounds import RoundSchedule, TurnFailed, TurnTimed
@@ -38,6 +39,51 @@ from lowprec_check.features.times.turns import TimeTask
 from lowprec_check.torchkit.devices import synchronize
 
 PRECISIONS = ("fp32", "bfloat16")
+CLOSE = 0.05
+"""How far a time may be from that of ``do_bench``, relative to it."""
+
+
+class Logits(nn.Module):
+    """A causal language model that returns its logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(ids, use_cache=False).logits
+
+
+def image(name: str, batch: int) -> Target:
+    """A model of torchvision with random weights, on images of 224²."""
+    target = load_target(f"torchvision:{name}", (f"{batch}x3x224x224",))
+    for module in target.model.modules():  # a head of zeros has no output to explain
+        if isinstance(module, nn.Linear) and not module.weight.any():
+            nn.init.normal_(module.weight, std=0.02)
+    return target
+
+
+def mlp(width: int, batch: int) -> Target:
+    """Four layers with norms."""
+    layers = [nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.GELU()) for _ in range(4)]
+    return make_target(nn.Sequential(*layers).eval(), torch.randn(batch, width))
+
+
+def text(kind: str, batch: int, tokens: int, **config: Any) -> Target:
+    """A model of transformers with random weights."""
+    import transformers
+
+    values = getattr(transformers, f"{kind}Config")(**config)
+    name = {"Bert": "BertModel", "Llama": "LlamaForCausalLM"}[kind]
+    model = getattr(transformers, name)(values).eval()
+    ids = torch.randint(0, values.vocab_size, (batch, tokens))
+    return make_target(model if kind == "Bert" else Logits(model), ids)
+
+
+SMALL: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 512}
+LLAMA: dict[str, Any] = {"hidden_size": 2048, "num_hidden_layers": 22, "intermediate_size": 5632}
+LLAMA |= {"num_attention_heads": 32, "num_key_value_heads": 4}
+Make = Callable[[], Target]
 
 
 class TrainingStep(nn.Module):
@@ -123,6 +169,31 @@ MODELS: dict[str, Make] = {
     "MLP 4096, batch 1024": lambda: mlp(4096, 1024),
     "Llama 1.1 B, 1 x 512": lambda: text("Llama", 1, 512, **LLAMA),
 }
+
+
+def do_bench(call: Callable[[], Any], device: torch.device) -> tuple[float, float]:
+    """Milliseconds of a call by triton, alone and in a row of several; on a CPU, the mean of ten."""
+
+    def in_a_row(count: int) -> None:
+        for _ in range(count):
+            call()
+
+    if device.type == "cpu":
+        started = time.perf_counter()
+        in_a_row(10)
+        milliseconds = (time.perf_counter() - started) * 100
+        return milliseconds, milliseconds
+    from triton.testing import do_bench as measured
+
+    alone = float(measured(call, warmup=50, rep=150, return_mode="median"))
+    count = max(1, min(200, int(5.0 / max(alone, 0.01))))
+    row = float(measured(functools.partial(in_a_row, count), warmup=50, rep=150, return_mode="median")) / count
+    return alone, row
+
+
+def _in_context(ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    with ready.context():
+        ready.call(*args, **kwargs)
 
 
 def graph_ms(call: Callable[[], Any]) -> float:
@@ -217,6 +288,11 @@ def error_of(figure: float | None, truth: float | None) -> str:
     if not figure or not truth:
         return "–"
     return f"{figure / truth - 1:+.1%}"
+
+
+def near(figure: float, *truths: float) -> bool:
+    """Whether a figure is close to one of the others."""
+    return any(abs(figure / truth - 1) <= CLOSE for truth in truths)
 
 
 def render(data: dict[str, Any]) -> str:

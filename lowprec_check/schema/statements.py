@@ -261,13 +261,6 @@ def words(sentence: Sentence) -> tuple[str, ...]:
     return sentence.template, *(_DTYPES.sub("dtype", shown(figure, kind)) for figure, kind in named)
 
 
-def _of_several_dtypes(texts: Sequence[str]) -> str:
-    """``not implemented for 'BFloat16/Half'`` of texts that differ in their dtypes alone."""
-    in_order = zip(*map(_DTYPES.findall, texts), strict=True)
-    alternatives = iter(["/".join(dict.fromkeys(names)) for names in in_order])
-    return _DTYPES.sub(lambda _: next(alternatives), texts[0])
-
-
 def joined(sentences: Sequence[Sentence]) -> str:
     """One sentence true of all, which have the same :func:`words`: figures become ranges."""
     first = sentences[0]
@@ -292,7 +285,10 @@ def _range(figures: Sequence[Figure], kind: str) -> str:
     if len(set(texts)) == 1:
         return texts[0]
     if kind in _TEXTS:
-        return _of_several_dtypes(texts)
+        # ``not implemented for 'BFloat16/Half'`` of texts that differ in their dtypes alone.
+        in_order = zip(*map(_DTYPES.findall, texts), strict=True)
+        alternatives = iter(["/".join(dict.fromkeys(names)) for names in in_order])
+        return _DTYPES.sub(lambda _: next(alternatives), texts[0])
     name, _, noun = kind.partition(" ")
     if name == "of":
         return _range_of([figure for figure in figures if isinstance(figure, list)], noun)

@@ -317,15 +317,6 @@ def _with_others(run: Run, trial: ConstantTrial) -> Sentence:
     return chained(say(tried, number=f"{trial.number:.2g}"), _output_then(run, trial), between=" ")
 
 
-def _with_clamped(run: Run, trial: ClampTrial) -> Sentence:
-    """What a run gives with clamped inputs of logarithms."""
-    inputs = "its input"
-    if trial.places > 1:
-        inputs = f"the inputs at all {trial.places} such places"
-    clamped = plain(f"with {inputs} clamped at the smallest normal number")
-    return chained(clamped, _output_then(run, trial), between=", ")
-
-
 def _output_then(run: Run, trial: ConstantTrial | ClampTrial) -> Sentence:
     """What the output of ``run`` is with what a trial changed."""
     error = trial.rel_l2
@@ -402,7 +393,13 @@ def division_by_zero(result: ScanResult) -> Iterator[Finding]:
         trial, wider = run.clamp_trial, wider_range(run, result, row.module)
         if trial is None or POLES[short_op(row.op)] != "0":
             return message, wider
-        message = chained(message, _with_clamped(run, trial))
+        # Inputs of logarithms were clamped in a further run
+        inputs = "its input"
+        if trial.places > 1:
+            inputs = f"the inputs at all {trial.places} such places"
+        clamped = plain(f"with {inputs} clamped at the smallest normal number")
+        clamped = chained(clamped, _output_then(run, trial), between=", ")
+        message = chained(message, clamped)
         if trial.status == "ok":
             clamp = say("clamp its input x: x.clamp(min=torch.finfo(x.dtype).tiny)")
             return message, or_passing(clamp, run, result)

@@ -69,7 +69,9 @@ def verdict(result: ScanResult) -> str:
 def _verdict(result: ScanResult) -> Iterator[Made]:
     """What to do, in a few words."""
     best, run, advised = result.recommendation, recommended_run(result), action(result)
-    early = _ended_early(result)
+    # ``After 2 of 5 runs``, if the scan made no more.
+    missing, planned = missing_runs(result), len(result.runs)
+    early = say_if(missing, "After {made:number} of {planned:count run}", made=planned - missing, planned=planned)
     if best is None:
         ablated = [run.ablation.status for run in result.runs if run.ablation is not None]
         yield Said(chained(early, _no_pass(result), between=": "), "warn" if "ok" in ablated else "bad")
@@ -96,12 +98,6 @@ def _verdict(result: ScanResult) -> Iterator[Made]:
     else:
         words = _stay(best, run, result, named)
     yield Said(chained(early, words, between=": "), tone)
-
-
-def _ended_early(result: ScanResult) -> Sentence | None:
-    """``After 2 of 5 runs``, if the scan made no more."""
-    missing, planned = missing_runs(result), len(result.runs)
-    return say_if(missing, "After {made:number} of {planned:count run}", made=planned - missing, planned=planned)
 
 
 def _passes(best: Recommendation, run: Run | None, result: ScanResult, named: dict[str, Figure]) -> Sentence:

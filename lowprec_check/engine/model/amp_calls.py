@@ -259,7 +259,9 @@ class AmpCalls:
         halves = [p for p in trained if p.grad.dtype == torch.float16]
         if halves and not (op == "step" and getattr(optimizer, "_step_supports_amp_scaling", False)):
             raises = "ValueError: Attempting to unscale FP16 gradients."
-            self._note_of(state, "unscaled-fp16", frame, op=op, names=self._names_of(halves), raises=raises)
+            names = {id(p): name for model in self._models for name, p in model.named_parameters()}
+            named = tuple(names[id(p)] for p in halves if id(p) in names)[:_NAMED]
+            self._note_of(state, "unscaled-fp16", frame, op=op, names=named, raises=raises)
         state.has_checks |= bool(trained)
         state.stages[id(optimizer)] = ("unscaled", own_line(frame))
         for parameter in trained:
@@ -319,7 +321,17 @@ class AmpCalls:
         if not self._scalers:
             return
         _, _, scaler = self._losses.get(id(loss), (None, None, None))
-        for parameter in _reached(loss):
+        # The leaves that a backward pass of ``loss`` gives a gradient.
+        waiting, seen, reached = [loss.grad_fn], set[Any](), list[Tensor]()
+        while waiting:
+            function = waiting.pop()
+            if function is None or function in seen:
+                continue
+            seen.add(function)
+            if hasattr(function, "variable"):
+                reached.append(function.variable)
+            waiting += [following for following, _ in function.next_functions]
+        for parameter in reached:
             if scaler is not None:
                 self._scaled[id(parameter)] = scaler
             elif parameter.grad is None:
@@ -350,21 +362,3 @@ class AmpCalls:
         """What has scaled a gradient of ``parameters``, and not unscaled it."""
         scalers = [self._scaled[id(p)] for p in parameters if id(p) in self._scaled and p.grad is not None]
         return next((scaler for scaler in scalers if scaler in self._scalers), None)
-
-    def _names_of(self, parameters: Sequence[Tensor]) -> tuple[str, ...]:
-        names = {id(p): name for model in self._models for name, p in model.named_parameters()}
-        return tuple(names[id(p)] for p in parameters if id(p) in names)[:_NAMED]
-
-
-def _reached(loss: Tensor) -> list[Tensor]:
-    """The leaves that a backward pass of ``loss`` gives a gradient."""
-    waiting, seen, reached = [loss.grad_fn], set[Any](), list[Tensor]()
-    while waiting:
-        function = waiting.pop()
-        if function is None or function in seen:
-            continue
-        seen.add(function)
-        if hasattr(function, "variable"):
-            reached.append(function.variable)
-        waiting += [following for following, _ in function.next_functions]
-    return reached

@@ -481,7 +481,11 @@ class StepObserver(ThreadObserver):
         self.found.passes += 1
         if self._record is not None and not self._backwards:
             with self._recorder.paused():
-                self._keep_what_is_left(self._record)
+                # Keep the gradients that the script has not cleared before it computes others.
+                called = {key: tensor for key, (tensor, *_) in self._record.values.items() if tensor.is_leaf}
+                for key, tensor in (called | self._trained_by_optimizers()).items():
+                    if tensor.grad is not None and bool(tensor.grad.any()):
+                        self._record.left[key] = tensor.grad.detach().clone()
         retain, create = (*args[1:3], None, None)[:2]
         keeps_graph = any((retain, create, kwargs.get("retain_graph"), kwargs.get("create_graph")))
         self._backwards.append(Backward(loss, loss.detach().clone(), len(self._recorder.nodes), keeps_graph))
@@ -489,13 +493,6 @@ class StepObserver(ThreadObserver):
         with self._recorder.paused():
             original(tensors, *args, **kwargs)
             self._weights.keep_gradients(self._others())
-
-    def _keep_what_is_left(self, record: StepRecord) -> None:
-        """Keep the gradients that the script has not cleared before it computes others."""
-        called = {key: tensor for key, (tensor, *_) in record.values.items() if tensor.is_leaf}
-        for key, tensor in (called | self._trained_by_optimizers()).items():
-            if tensor.grad is not None and bool(tensor.grad.any()):
-                record.left[key] = tensor.grad.detach().clone()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Observe a call of ``step()``, and give it a closure that is observed."""

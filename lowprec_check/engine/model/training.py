@@ -38,7 +38,27 @@ def loss_of(loss: Callable[..., Any] | None, output: Any, inputs: LossInputs) ->
     from fixed random targets. Raises :class:`UsageError` for what is no loss.
     """
     if loss is None:
-        return _default_loss(output)
+        own = _own_loss(output)
+        if own is not None:
+            return own.loss
+        tensors = [tensor for _, tensor in leaves(output) if is_float(tensor) and tensor.numel()]
+        if not tensors:
+            hint = "Define `loss(output)` in the file."
+            raise UsageError("The output of the model has no floating-point tensor to compute a loss from.", hint)
+        # Drawn on the CPU, so that all devices and precisions train for the same
+        generator = torch.Generator().manual_seed(0)
+        scores = _scores(output, tensors)
+        if scores is not None:
+            labels = torch.randint(0, scores.shape[1], scores.shape[:1], generator=generator)
+            return nn.functional.cross_entropy(scores, labels.to(scores.device))
+        terms = []
+        for tensor in tensors:
+            values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            target = torch.randn(values.shape, generator=generator).to(values.device).to(values.dtype)
+            terms.append((values - target).square().mean())
+        if len(terms) > 1:
+            return torch.stack(terms).sum()
+        return terms[0]
     args, kwargs = (), dict[str, Any]()
     if required_arguments(loss) > 1:
         what, args = "targets", inputs.targets
@@ -80,30 +100,6 @@ def _own_loss(output: Any) -> _OwnLoss | None:
 
 def _may_be_loss(value: Any) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad
-
-
-def _default_loss(output: Any) -> Tensor:
-    own = _own_loss(output)
-    if own is not None:
-        return own.loss
-    tensors = [tensor for _, tensor in leaves(output) if is_float(tensor) and tensor.numel()]
-    if not tensors:
-        hint = "Define `loss(output)` in the file."
-        raise UsageError("The output of the model has no floating-point tensor to compute a loss from.", hint)
-    # Drawn on the CPU, so that all devices and precisions train for the same
-    generator = torch.Generator().manual_seed(0)
-    scores = _scores(output, tensors)
-    if scores is not None:
-        labels = torch.randint(0, scores.shape[1], scores.shape[:1], generator=generator)
-        return nn.functional.cross_entropy(scores, labels.to(scores.device))
-    terms = []
-    for tensor in tensors:
-        values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        target = torch.randn(values.shape, generator=generator).to(values.device).to(values.dtype)
-        terms.append((values - target).square().mean())
-    if len(terms) > 1:
-        return torch.stack(terms).sum()
-    return terms[0]
 
 
 def _scores(output: Any, tensors: list[Tensor]) -> Tensor | None:

@@ -6,7 +6,6 @@ import contextlib
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import FrameType
 from typing import Any
 
 import msgspec
@@ -136,7 +135,22 @@ class _Replacing(DispatchMode):
         """Return the result of the op."""
         call = DispatchedCall(func, args, kwargs, keys)
         if call.traits.casts or call.traits.packet == "aten::lift_fresh":
-            return self._with_values(call, call.run(), sys._getframe(1))
+            # The tensor ``out`` that it made or cast, with the number where constants became zero.
+            out = call.run()
+            constant, values = None, call.inputs[0]
+            if call.traits.casts:
+                constant = call.vanished_constant([out])
+            else:
+                made = tensor_being_made()
+                exact = None if made is None else made.in_dtype(torch.float64)
+                if exact is not None and exact.shape == out.shape:
+                    values = exact
+                    constant = next(iter(exact[vanishes_in(self._low, exact)].tolist()), None)
+            source = source_lines(sys._getframe(1)).source
+            if constant is not None and _as_fp32(self._stack.current, source, constant) in self._replaced:
+                numbers = torch.full_like(values, self._number).copysign(values)
+                out.copy_(torch.where(vanishes_in(self._low, values), numbers, values))
+            return out
         if not call.traits.number_slots:
             return call.run()
         # The dtype in which it takes numbers is that of its result, or of what it writes to.
@@ -150,23 +164,6 @@ class _Replacing(DispatchMode):
         elif not call.traits.mutable:
             return out
         return call.run()
-
-    def _with_values(self, call: DispatchedCall, out: Tensor, frame: FrameType) -> Tensor:
-        """The tensor ``out`` that it made or cast, with the number where constants became zero."""
-        constant, values = None, call.inputs[0]
-        if call.traits.casts:
-            constant = call.vanished_constant([out])
-        else:
-            made = tensor_being_made()
-            exact = None if made is None else made.in_dtype(torch.float64)
-            if exact is not None and exact.shape == out.shape:
-                values = exact
-                constant = next(iter(exact[vanishes_in(self._low, exact)].tolist()), None)
-        source = source_lines(frame).source
-        if constant is not None and _as_fp32(self._stack.current, source, constant) in self._replaced:
-            numbers = torch.full_like(values, self._number).copysign(values)
-            out.copy_(torch.where(vanishes_in(self._low, values), numbers, values))
-        return out
 
     def _instead(self, constant: float) -> float:
         return math.copysign(self._number, constant)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 import torch
-from torch import nn
 
 from lowprec_check.core.trace.instrument import call_under
 from lowprec_check.engine.model.plain_run import describe_error
@@ -26,7 +25,13 @@ def floating_dtypes(target: Target) -> set[torch.dtype]:
 
 def called_as_given(ready: Prepared, target: Target, seed: int) -> ModelAsGiven:
     """What one call of the model gives, without autocast; the op at which dtypes meet, if any."""
-    dtypes = _modules_by_dtype(target.model)
+    # The modules that own parameters of each dtype, with ``*`` for numbers; each once.
+    modules: dict[str, dict[str, None]] = {}
+    for name, parameter in target.model.named_parameters():
+        if parameter.is_floating_point():
+            owner = re.sub(r"\b\d+\b", "*", name.rpartition(".")[0])
+            modules.setdefault(str(parameter.dtype)[6:], {})[owner] = None
+    dtypes = {dtype: list(names) for dtype, names in modules.items()}
     without_autocast = ready._replace(enters_context=True)
     with ModuleStack(ready.model) as stack:
         inputs = ready.inputs(target.args, target.kwargs)
@@ -36,13 +41,3 @@ def called_as_given(ready: Prepared, target: Target, seed: int) -> ModelAsGiven:
         return ModelAsGiven(dtypes=dtypes)
     mixed = next(iter(mode.calls.values()), None)
     return ModelAsGiven(dtypes=dtypes, exception=describe_error(error, ready.model), mixed=mixed)
-
-
-def _modules_by_dtype(model: nn.Module) -> dict[str, list[str]]:
-    """The modules that own parameters of each dtype, with ``*`` for numbers; each once."""
-    modules: dict[str, dict[str, None]] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point():
-            owner = re.sub(r"\b\d+\b", "*", name.rpartition(".")[0])
-            modules.setdefault(str(parameter.dtype)[6:], {})[owner] = None
-    return {dtype: list(names) for dtype, names in modules.items()}

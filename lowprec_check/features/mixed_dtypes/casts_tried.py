@@ -129,7 +129,13 @@ class Casting(DispatchMode):
         if len({tensor.dtype for tensor in retry.floating if not tensor.is_complex()}) > 1:
             inputs, dtype = floating_arguments(names, retry.args, retry.kwargs), self._dtype(op, names, retry)
             try:
-                out = retry.run(_to(dtype))
+
+                def cast(value: Any) -> Any:
+                    if isinstance(value, Tensor) and value.is_floating_point():
+                        return value.to(dtype)
+                    return value
+
+                out = retry.run(cast)
             except Exception:
                 pass  # the mismatch is not why it fails
             else:
@@ -174,15 +180,6 @@ def _disabled(autocast: Any) -> DisabledAutocast | None:
         return None
     dtype = str(autocast.fast_dtype)
     return DisabledAutocast(device=note.device, dtype=dtype, source=note.source, warning=note.disabled_because)
-
-
-def _to(dtype: torch.dtype) -> Callable[[Any], Any]:
-    def cast(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return value.to(dtype)
-        return value
-
-    return cast
 
 
 class _CastingFunctions(TorchFunctionMode):

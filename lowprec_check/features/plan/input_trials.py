@@ -62,9 +62,6 @@ class InputTrials:
         target = batches[0].target
         tensors = named_tensors(target.args, target.kwargs, target.form)
         names = [name for name, value in tensors.items() if value.is_floating_point() and value.dtype not in NARROW]
-        self._search(names)
-
-    def _search(self, names: Sequence[str]) -> None:
         error = math.inf if self._run.rel_l2 is None else self._run.rel_l2
         while len(self.best) < MOST_TOGETHER and not self.passes:
             further = [(*self.best, name) for name in names if name not in self.best]

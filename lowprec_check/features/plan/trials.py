@@ -205,7 +205,10 @@ class _Search:
         if result.keep is None and self._needs_inputs():
             result = search(self.tree, suspects(self.failing), self.trials, self._explain, tolerance, most_alone)
         if result.keep:
-            self._without_inputs(result.keep)
+            # Cast all inputs if the base passes with the modules ``keep`` alone.
+            needed, self.inputs = self.inputs, ()
+            if needed and not self._try(result.keep).passes:
+                self.inputs = needed
             self._explain_without_each(result.keep, result.untried)
         run = None
         attempt: dict[str, Any] = {}
@@ -269,12 +272,6 @@ class _Search:
         tried = InputTrials(self.proposer.batches, failed, self.proposer.objective.reached, keep)
         self.trials.count += len(tried.trials)
         return tried
-
-    def _without_inputs(self, keep: Keep) -> None:
-        """Cast all inputs if the base passes with the modules ``keep`` alone."""
-        needed, self.inputs = self.inputs, ()
-        if needed and not self._try(keep).passes:
-            self.inputs = needed
 
     def _explain_without_each(self, keep: Keep, untried: Keep) -> None:
         """Analyze runs without the kept modules that no run has shown a reason for, each alone."""

@@ -317,7 +317,8 @@ def _error(value: ErrorOf | float, text: str, _: Row) -> _Shown:
         if error is None:
             return 100
         if error > 0:
-            return _percent((math.log10(error) + 6) / 6)
+            part = (math.log10(error) + 6) / 6
+            return round(100 * min(1.0, max(0.0, part)))
         return 0
 
     is_over = value.error is None or value.error > value.tolerance
@@ -401,7 +402,3 @@ def _order(value: Any, kind: str) -> float:
     if value is None:
         return math.nan
     return float(value)
-
-
-def _percent(part: float) -> int:
-    return round(100 * min(1.0, max(0.0, part)))
