@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lowprec_check.analysis.code_names import with_names, without_rebinding
+from lowprec_check.analysis.snippet import with_names, without_rebinding
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,9 @@ from training_result import training_result
 
 from lowprec_check.core.machine import environment
 from lowprec_check.report.registry import render
-from lowprec_check.schema.columns import Columns, Part
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.options import ScanOptions
-from lowprec_check.schema.scan_result import ScanResult
+from lowprec_check.schema.scan_result import Columns, Part, ScanResult
 
 sys.path.insert(0, str(ROOT / "tools"))
 from saved_fields import KEYS

@@ -1,22 +1,159 @@
-"""Repeats a run that fails by its error with the modules in fp32 that its analysis blames."""
+"""Repeats a run that fails by its error with the modules in fp32 that its analysis blames.
+
+Behind values out of range, it looks for further causes.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
-from lowprec_check.analysis.error_shares import UNCHANGED, BlamedModules, blamed_modules
+from lowprec_check.analysis.error_shares import (
+    UNCHANGED,
+    BlamedModules,
+    Place,
+    blamed_modules,
+    harmful_trials,
+    leaving_shares,
+    place_shares,
+    trusted_budget,
+)
 from lowprec_check.analysis.run_summary import is_hopeless
 from lowprec_check.core.feature_hooks import Feature
 from lowprec_check.core.target_runs import TargetRuns
-from lowprec_check.features.ablation.uncovering import uncovered
-from lowprec_check.schema.measures import Ablation, UncoveredFault
-from lowprec_check.schema.module_paths import role_of
+from lowprec_check.schema.measures import MATTERS, Ablation, BlamedFor, UncoveredFault
+from lowprec_check.schema.module_paths import is_inside, role_of
+from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.scan_result import Run
+from lowprec_check.schema.statements import short_op
+
+ROUNDS = 3
+"""Runs that are explained again, at most."""
+
+
+def uncovered(
+    batches: Sequence[TargetRuns], run: Run, ablation: Ablation, tried: Callable[[BlamedModules], Ablation]
+) -> tuple[Ablation, list[UncoveredFault]]:
+    """The ablation with the causes of further Inf, NaN and errors in fp32 too, and what they are.
+
+    ``tried`` repeats ``run`` with modules in fp32.
+    """
+    faults: list[UncoveredFault] = []
+    causes = _out_of_range(run)
+    if causes and causes != tuple(ablation.keep_fp32):
+        ablation = tried(BlamedModules(causes, "range", None))
+    # What the run shows as it is has its finding.
+    shown = {row.place for row in run.op_calls.rows() if row.introduced_inf or row.introduced_nan}
+    for _ in range(ROUNDS):
+        if ablation.status not in ("nonfinite", "inaccurate"):
+            break
+        kept = tuple(ablation.keep_fp32)
+        explained = batches[0].run(run.precision, memory_format=run.memory_format, keep_fp32=kept, measured=False)
+        causes, blamed_for = _blamed(explained)
+        modules = tuple(name for name in causes if not any(is_inside(name, other) for other in kept))
+        if blamed_for in ("nonfinite", "range"):
+            # A value that a kept module returns, and that the dtype cannot hold, is no other cause.
+            new = [fault for fault in _faults(explained, modules, kept) if not _casts_back(fault)]
+        else:
+            new = _errors(explained, modules, kept)
+        if not new:
+            break
+        outside = (name for name in kept if not any(is_inside(name, module) for module in modules))
+        further = tried(BlamedModules((*outside, *modules), "nonfinite", None))
+        # They are why it fails only if their repair helps.
+        most = _error(ablation)
+        if blamed_for not in ("nonfinite", "range"):
+            most *= UNCHANGED
+        if further.status != "ok" and _error(further) >= most and ablation.status != "nonfinite":
+            break
+        faults += [fault for fault in new if (fault.module, fault.op, fault.source) not in shown]
+        ablation = further
+    return ablation, faults
+
+
+def _blamed(explained: Run) -> tuple[tuple[str, ...], BlamedFor]:
+    """The modules that a run with others in fp32 blames, and for what."""
+    causes = _out_of_range(explained)
+    if causes:
+        return causes, "range"
+    # As if it were a run of its own.
+    blamed = blamed_modules(msgspec.structs.replace(explained, keep_fp32=[]))
+    if blamed is None:
+        return (), "nonfinite"
+    return blamed.modules, blamed.blamed_for
+
+
+def _out_of_range(run: Run) -> tuple[str, ...]:
+    """The modules whose values out of range alone make the output of fp32 wrong."""
+    modules = dict.fromkeys(trial.module for trial in harmful_trials(run))
+    return tuple(name for name in run.called_modules if name in modules)
+
+
+def _error(ablation: Ablation) -> float:
+    return math.inf if ablation.rel_l2 is None else ablation.rel_l2
+
+
+def _casts_back(fault: UncoveredFault) -> bool:
+    """Whether this is the cast of what a kept module inside returned."""
+    return short_op(fault.op) == "to_copy" and any(is_inside(name, fault.module) for name in fault.kept)
+
+
+def _faults(explained: Run, modules: Sequence[str], kept: Sequence[str]) -> list[UncoveredFault]:
+    """The first op of each of ``modules`` that turns finite values into Inf or NaN."""
+    faults = []
+    for module in modules:
+        rows = (row for row in explained.op_calls.rows() if row.is_forward and is_inside(row.module, module))
+        row = next((row for row in rows if row.introduced_inf or row.introduced_nan), None)
+        if row is not None:
+            faults.append(
+                UncoveredFault(
+                    kept=list(kept),
+                    module=row.module,
+                    op=row.op,
+                    source=row.source,
+                    becomes="Inf" if row.introduced_inf else "NaN",
+                    values=row.introduced_inf or row.introduced_nan,
+                    of=row.compared_values,
+                )
+            )
+    return faults
+
+
+def _errors(explained: Run, modules: Sequence[str], kept: Sequence[str]) -> list[UncoveredFault]:
+    """The op of each of ``modules`` with the largest share of the error, else that adds most."""
+    shares: dict[Place, float] = {}
+    if trusted_budget(explained) is not None:
+        shares = {place: share.share for place, share in place_shares(explained).items()}
+        for place, leaving in leaving_shares(explained).items():
+            shares[place] = shares.get(place, 0.0) + leaving
+    faults = []
+    for module in modules:
+        rows = [row for row in explained.op_calls.rows() if row.is_forward and is_inside(row.module, module)]
+        row = max(rows, key=lambda row: (shares.get(row.place, 0.0), _added(row)), default=None)
+        if row is not None and (shares.get(row.place, 0.0) >= MATTERS or _added(row)):
+            is_own = (row.local_error or 0.0) >= _added(row) / 2
+            faults.append(
+                UncoveredFault(
+                    kept=list(kept),
+                    module=row.module,
+                    op=row.op,
+                    source=row.source,
+                    becomes="error" if is_own else "magnified error",
+                    error=row.local_error if is_own else row.accumulated_error,
+                    share=shares.get(row.place),
+                )
+            )
+    return faults
+
+
+def _added(row: OpCall) -> float:
+    """What the op adds itself, or by which it magnifies the error of its inputs."""
+    return max(row.local_error or 0.0, (row.accumulated_error or 0.0) - (row.input_error or 0.0))
+
 
 SLOWEST_MS = 5000.0
 """A run that takes longer for a call is not repeated to test what its analysis blames."""

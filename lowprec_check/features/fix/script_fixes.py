@@ -6,8 +6,7 @@ import ast
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from lowprec_check.features.fix.amp_fixes import ScalerCalls, amp_fixes
-from lowprec_check.features.fix.amp_loss_fixes import loss_fixes
+from lowprec_check.features.fix.amp_fixes import ScalerCalls, amp_fixes, loss_fixes
 from lowprec_check.features.fix.fix_kinds import keyword
 from lowprec_check.features.fix.scene import SourceFix, torch_in, unused_name
 from lowprec_check.features.fix.script_calls import (

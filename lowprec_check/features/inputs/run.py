@@ -11,8 +11,14 @@ from lowprec_check.core.feature_hooks import Feature, Measurement
 from lowprec_check.core.messages import Started
 from lowprec_check.core.plain_part import Fp32Outputs, PlainPart
 from lowprec_check.core.target_runs import TargetRuns
-from lowprec_check.features.inputs.batches import checked_on, run_references
-from lowprec_check.features.inputs.further_calls import KEPT, FurtherCalls, with_input, with_interval
+from lowprec_check.features.inputs.further_calls import (
+    KEPT,
+    FurtherCalls,
+    checked_on,
+    run_references,
+    with_input,
+    with_interval,
+)
 from lowprec_check.schema.measures import InputsTried
 from lowprec_check.schema.scan_result import Run
 

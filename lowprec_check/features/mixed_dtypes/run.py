@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 
 import msgspec
+import torch
 
 from lowprec_check.core.feature_hooks import Explained, Feature
 from lowprec_check.core.messages import Receive, Send, TaskAnswer, faults_sent
@@ -13,16 +15,47 @@ from lowprec_check.core.plain_part import Fp32Outputs
 from lowprec_check.core.preparation import in_eager_mode, prepared_for
 from lowprec_check.core.target_runs import TargetRuns
 from lowprec_check.core.tasks import ModelTask
+from lowprec_check.core.trace.instrument import call_under
+from lowprec_check.engine.model.plain_run import describe_error
+from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.streamed_weights import stream_of
 from lowprec_check.engine.model.target import Target
-from lowprec_check.features.mixed_dtypes.as_given import called_as_given, floating_dtypes
-from lowprec_check.features.mixed_dtypes.casts_tried import try_casts
+from lowprec_check.features.mixed_dtypes.casts_tried import Casting, try_casts
+from lowprec_check.features.mixed_dtypes.dtype_origins import DtypeOrigins
 from lowprec_check.schema.findings import ModelAsGiven
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import ScanResult
 from lowprec_check.torchkit.floating_dtypes import torch_dtype
+from lowprec_check.torchkit.pytree import leaves
+from lowprec_check.torchkit.source_location import ModuleStack
+
+
+def floating_dtypes(target: Target) -> set[torch.dtype]:
+    """Those of the parameters and of the inputs."""
+    tensors = [*target.model.parameters(), *(tensor for _, tensor in leaves(target.inputs))]
+    return {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+
+
+def called_as_given(ready: Prepared, target: Target, seed: int) -> ModelAsGiven:
+    """What one call of the model gives, without autocast; the op at which dtypes meet, if any."""
+    # The modules that own parameters of each dtype, with ``*`` for numbers; each once.
+    modules: dict[str, dict[str, None]] = {}
+    for name, parameter in target.model.named_parameters():
+        if parameter.is_floating_point():
+            owner = re.sub(r"\b\d+\b", "*", name.rpartition(".")[0])
+            modules.setdefault(str(parameter.dtype)[6:], {})[owner] = None
+    dtypes = {dtype: list(names) for dtype, names in modules.items()}
+    without_autocast = ready._replace(enters_context=True)
+    with ModuleStack(ready.model) as stack:
+        inputs = ready.inputs(target.args, target.kwargs)
+        mode = Casting(stack, DtypeOrigins(ready.model, inputs), torch.float16, "narrow", [], raises=True)
+        _, error = call_under(mode, without_autocast, *inputs, seed)
+    if error is None:
+        return ModelAsGiven(dtypes=dtypes)
+    mixed = next(iter(mode.calls.values()), None)
+    return ModelAsGiven(dtypes=dtypes, exception=describe_error(error, ready.model), mixed=mixed)
 
 
 class MixedDtypesTrials(Feature):

@@ -1,11 +1,15 @@
-"""What values of one op that a format cannot hold do to the output of the fp32 model."""
+"""What values of one op that a format cannot hold do to the output of the fp32 model.
+
+And what a run gives if the inputs of logarithms and roots are kept away from zero.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,8 +23,9 @@ from lowprec_check.engine.model.plain_run import judge, output_tensors
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.process import system
-from lowprec_check.schema.measures import RangeTrial
-from lowprec_check.schema.op_calls import OpCalls
+from lowprec_check.schema.measures import ClampTrial, RangeTrial
+from lowprec_check.schema.op_calls import OpCall, OpCalls
+from lowprec_check.schema.statements import short_op
 from lowprec_check.torchkit.dispatch_mode import AutocastKeys, DispatchMode
 from lowprec_check.torchkit.floating_dtypes import is_float
 from lowprec_check.torchkit.pytree import leaves, map_tensors
@@ -162,3 +167,59 @@ class _Changing(DispatchMode):
         wrong = rounded.isinf() & tensor.isfinite() if self._gets_inf else (rounded == 0) & (tensor != 0)
         self.values += int(wrong.sum())
         return torch.where(wrong, rounded, tensor)
+
+
+INFINITE_AT_ZERO = ("log", "log2", "log10", "rsqrt")
+"""Functions that give Inf for 0, and are not defined below."""
+
+
+def poles(rows: Iterable[OpCall]) -> list[tuple[str, str, str | None]]:
+    """The places in a forward pass where such a function gives Inf, in the order of the calls."""
+    infinite = (row for row in rows if row.is_forward and row.introduced_inf and short_op(row.op) in INFINITE_AT_ZERO)
+    return list(dict.fromkeys(row.place for row in infinite))
+
+
+def try_clamped(
+    ready: Prepared,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    places: Sequence[tuple[str, str, str | None]],
+    fp32: Sequence[Tensor],
+    *,
+    tolerance: float,
+    seed: int,
+) -> ClampTrial | None:
+    """The run with the inputs at ``places`` clamped at the smallest normal number.
+
+    ``None`` if it raises.
+    """
+    snapshot = Snapshot(ready.model, (args, kwargs))
+    try:
+        with ModuleStack(ready.model) as stack:
+            output, error = call_under(_Clamping(stack, places), ready, *ready.inputs(args, kwargs), seed)
+    finally:
+        snapshot.restore()
+    if error is not None:
+        return None
+    status, compared = judge(output_tensors(output), fp32, tolerance)
+    rel_l2 = compared.error.rel_l2
+    if rel_l2 is not None and not math.isfinite(rel_l2):
+        rel_l2 = None
+    return ClampTrial(places=len(places), status=status, rel_l2=rel_l2)
+
+
+class _Clamping(DispatchMode):
+    """Runs ops as given, but clamps their inputs at some places."""
+
+    def __init__(self, stack: ModuleStack, places: Collection[tuple[str, str, str | None]]) -> None:
+        super().__init__()
+        self._stack, self._places = stack, set(places)
+
+    def handle(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
+        """Return the result of the op."""
+        call = DispatchedCall(func, args, kwargs, keys)
+        is_pole = call.inputs and short_op(call.traits.name) in INFINITE_AT_ZERO
+        if is_pole and (self._stack.current, call.traits.name, source_lines(sys._getframe(1)).source) in self._places:
+            values = call.inputs[0]
+            call.args = (values.clamp(min=torch.finfo(values.dtype).tiny), *call.args[1:])
+        return call.run()

@@ -5,8 +5,7 @@ from __future__ import annotations
 from lowprec_check.core.feature_hooks import Explained, Feature
 from lowprec_check.core.plain_part import Fp32Outputs
 from lowprec_check.core.preparation import in_eager_mode, in_fp32, prepared_for
-from lowprec_check.features.range_trials.clamped import poles, try_clamped
-from lowprec_check.features.range_trials.out_of_range import places_to_try, try_places
+from lowprec_check.features.range_trials.out_of_range import places_to_try, poles, try_clamped, try_places
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.torchkit.floating_dtypes import torch_dtype

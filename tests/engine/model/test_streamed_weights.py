@@ -30,7 +30,7 @@ from lowprec_check.analysis.run_summary import searched_plan
 from lowprec_check.cli.scan import _unfinished
 from lowprec_check.core import tasks
 from lowprec_check.core.scan import growing_scan, scan_target
-from lowprec_check.engine.model import streamed_weights, weight_uploads
+from lowprec_check.engine.model import streamed_weights
 from lowprec_check.engine.model.plain_run import PlainCalls
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.model.safetensors_files import Saved, saved_tensors
@@ -109,7 +109,7 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         read(saved, begin, into)
 
     monkeypatch.setattr(streamed_weights, "reads_ahead", lambda _device: True)
-    monkeypatch.setattr(weight_uploads, "_PART_BYTES", 256)
+    monkeypatch.setattr(streamed_weights, "_PART_BYTES", 256)
     monkeypatch.setattr(streamed_weights, "AHEAD_BYTES", 1500)
     monkeypatch.setattr(streamed_weights, "HELD_BYTES", 1000)
     monkeypatch.setattr(torch, "empty", unpinned)

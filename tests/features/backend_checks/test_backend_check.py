@@ -30,7 +30,6 @@ from lowprec_check.core import target_runs
 from lowprec_check.engine.model.input_draws import changed_inputs
 from lowprec_check.engine.model.plain_run import describe_error
 from lowprec_check.engine.model.target import make_target
-from lowprec_check.features.backend_checks import backend_checker
 from lowprec_check.report.registry import render
 from lowprec_check.schema.axes import project_of
 from lowprec_check.schema.backend_checks import BackendCheck, CompilerRemark
@@ -418,7 +417,9 @@ def test_graph_breaks_are_said_where_eager_mode_fails(register: Register, monkey
         def between(self, y: Tensor) -> Tensor:
             return torch.linalg.inv(y[:8, :8]).new_zeros(8, 16)
 
-    monkeypatch.setattr(backend_checker, "graph_breaks", lambda: [("control flow", "a.py:3")] * 2)  # compiled twice
+    monkeypatch.setattr(
+        "lowprec_check.features.backend_checks.run.graph_breaks", lambda: [("control flow", "a.py:3")] * 2
+    )  # compiled twice
     register(Planted(lambda model, x: model.float()(x.float()).half()))
     result = scanned(Inverse(), "eager,planted", precisions="half")
     assert result.run("half").status == "error"

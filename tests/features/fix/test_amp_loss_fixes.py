@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import Call
 
-from lowprec_check.features.fix.amp_loss_fixes import loss_fixes
+from lowprec_check.features.fix.amp_fixes import loss_fixes
 from lowprec_check.features.fix.fix_sites import OwnFiles, Sites
 from lowprec_check.features.fix.scene import compose
 from lowprec_check.features.fix.script_calls import Locate

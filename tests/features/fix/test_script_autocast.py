@@ -18,8 +18,8 @@ from lowprec_check.features.fix.scene import compose
 from lowprec_check.features.fix.script_autocast import autocast_changes
 from lowprec_check.features.fix.script_calls import Locate
 from lowprec_check.features.fix.script_fixes import scaled
+from lowprec_check.features.fix.script_precision import switches
 from lowprec_check.features.fix.script_steps import made_steps
-from lowprec_check.features.fix.script_switches import switches
 from lowprec_check.features.fix.seen_values import ScriptFacts, ScriptPlace
 from lowprec_check.features.fix.source_text import SourceText, edited
 from lowprec_check.features.fix.statements import patch_of_script

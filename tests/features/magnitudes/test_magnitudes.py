@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from lowprec_check.core.trace.instrument import fp32_state, run_instrumented
 from lowprec_check.engine.model.prepared import prepared
-from lowprec_check.features.magnitudes import histograms as sampling
-from lowprec_check.features.magnitudes.histograms import MagnitudeSamples, sample
+from lowprec_check.features.magnitudes import run as sampling
+from lowprec_check.features.magnitudes.run import MagnitudeSamples, sample
 from lowprec_check.schema.measures import SAMPLE, ModuleMagnitudes
 from lowprec_check.schema.precisions import PRECISIONS
 
