@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import tomllib
@@ -60,9 +61,8 @@ class Program(NamedTuple):
     precision: str = "half"
 
 
-def programs_of(path: Path) -> dict[str, list[Program]]:
+def programs_of(data: Mapping[str, Any]) -> dict[str, list[Program]]:
     """The programs by kind."""
-    data = tomllib.loads(path.read_text(encoding="utf-8"))
     kinds: dict[str, list[Program]] = {}
     for each in data["programs"]:
         made = "\n".join([*(data["heads"][name] for name in each.pop("uses")), each.pop("made")])
@@ -70,7 +70,8 @@ def programs_of(path: Path) -> dict[str, list[Program]]:
     return kinds
 
 
-KINDS = programs_of(Path(__file__).with_suffix(".toml"))
+DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+KINDS = programs_of(DATA)
 PROGRAMS = [program for programs in KINDS.values() for program in programs]
 BY_HAND = """
 import copy
@@ -285,6 +286,47 @@ def rendered(data: Mapping[str, Any]) -> str:
     return "\n".join([*head("Programs", data), "; ".join(counts) + ".", "", table, "", *problems, ""])
 
 
+def watched(name: str, made: str, run: str, rounds: int = 9) -> dict[str, Any]:
+    """What watching a program costs, in processor time: it runs alternately without and with it."""
+    import torch
+
+    import lowprec_check
+
+    torch.set_num_threads(1)
+    space: dict[str, Any] = {"__name__": "__main__"}
+    exec(HEAD + made, space)
+    code, now = compile(run, "run.py", "exec"), time.process_time
+    exec(code, space)
+    ratios, alone, further, calls = [], [], [], 1
+    for _ in range(rounds):
+        times = [now()]
+        exec(code, space)
+        times.append(now())
+        with lowprec_check.watch() as program:
+            exec(code, space)
+            calls = sum(model.calls for model in program.models)
+            times.append(now())
+            exec(code, space)  # the models are known
+            times.append(now())
+        alone.append(times[1] - times[0])
+        ratios.append((times[2] - times[1]) / alone[-1])
+        further.append((times[3] - times[2] - alone[-1]) / calls)
+    once = [(ratio - 1) * time - calls * per_call for ratio, time, per_call in zip(ratios, alone, further, strict=True)]
+    return {
+        "program": name,
+        "ms per call": 1e3 * median(alone) / calls,
+        "ratio": median(ratios),
+        "ratio, further runs": median(1 + calls * each / time for each, time in zip(further, alone, strict=True)),
+        "µs per call": 1e6 * median(further),
+        "ms once": 1e3 * median(once),
+    }
+
+
+def rendered_watching(data: Mapping[str, Any]) -> str:
+    """The report of what watching costs."""
+    return "\n".join([*head("Watching", data), tabulate(data["rows"], "keys", "github", floatfmt=".3f"), ""])
+
+
 def main() -> None:
     """Read the options, examine the programs in turn, and save."""
     parser = parser_of(__doc__)
@@ -292,12 +334,19 @@ def main() -> None:
     parser.add_argument("--variants", default="healthy,faulty", help="which of the two")
     parser.add_argument("--processes", action="store_true", help="scan by the command in processes of its own")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for each program")
+    parser.add_argument("--watching", action="store_true", help="measure what watching costs instead")
     given = parser.parse_args()
+    from lowprec_check.engine.model.torchvision_ops import torchvision_works
+
+    if given.watching:
+        with torchvision_works():
+            import_libraries()
+            rows = [watched(**each) for each in DATA["watched"]]
+        save(given.output, {"made": made(), "rows": rows}, rendered_watching)
+        return
     wanted = (given.only or ",".join(KINDS)).split(",")
     programs = [each for kind, of_kind in KINDS.items() for each in of_kind if kind in wanted or each.name in wanted]
     options = [] if given.processes else ["--isolation", "none"]
-    from lowprec_check.engine.model.torchvision_ops import torchvision_works
-
     with torchvision_works():
         import_libraries()
         rows, problems = [], {}

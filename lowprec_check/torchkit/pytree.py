@@ -44,6 +44,8 @@ def _leaves(value: Any, path: str, above: frozenset[int], shared: bool | None) -
         kind = type(value)  # not ``isinstance``, which asks an object for its class
         if issubclass(kind, torch.Tensor):
             yield path, value
+        elif kind in _ATOMS and shared is None:
+            continue
         elif issubclass(kind, (int, float, complex)):
             if shared is not None:
                 yield path, torch.tensor(_number(value))
@@ -176,11 +178,18 @@ def _declares_wrapped(kind: Any) -> bool:
 
 # Packages whose objects are not looked into.
 _CLOSED = sys.stdlib_module_names | {"torch", "numpy"}
+# Most of what is in an object; asked first, since a program copies its caches often.
+_ATOMS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
 
 
 def _is_user_object(value: Any) -> bool:
     """Whether it is an instance of a user's class, which may hold tensors in its attributes."""
-    kind = type(value)
+    kind: Any = type(value)
+    return _is_user_class(kind)
+
+
+@functools.cache
+def _is_user_class(kind: Any) -> bool:
     package = str(kind.__module__).partition(".")[0]
     # Namespaces of ``types`` and ``argparse`` hold what the user put there.
     if issubclass(kind, (type, torch.nn.Module)) or package in _CLOSED:
@@ -294,6 +303,8 @@ def refill(copies: Copies, function: Callable[[torch.Tensor], Any]) -> Copies:
 def _mapped(value: Any, function: Callable[[torch.Tensor], Any], objects: Copies) -> Any:
     """The same; ``objects`` has what the user's objects became that it is inside of."""
     kind: Any = type(value)
+    if kind in _ATOMS:
+        return value
     if issubclass(kind, torch.Tensor):
         return function(value)
     if id(value) in objects:
@@ -315,18 +326,35 @@ def _mapped(value: Any, function: Callable[[torch.Tensor], Any], objects: Copies
         mapped = [_mapped(item, function, objects) for item in _elements(value)]
         return _made(value, lambda: kind(*mapped) if hasattr(kind, "_fields") else kind(mapped))
     if dataclasses.is_dataclass(kind) or _is_user_object(value):
-
-        def with_attributes() -> Any:
-            clone = copy.copy(value)
-            objects[id(value)] = value, clone
-            for name, item in _children(value):
-                # Of the objects inside it those that hold tensors, such as the caches of a decoder
-                if dataclasses.is_dataclass(item) or not _is_user_object(item) or next(leaves(item), None) is not None:
-                    object.__setattr__(clone, name, _mapped(item, function, objects))
-            return clone
-
-        return _made(value, with_attributes)
+        return _made(value, lambda: _mapped_object(value, function, objects))
     return value
+
+
+def _mapped_object(value: Any, function: Callable[[torch.Tensor], Any], objects: Copies) -> Any:
+    kind: Any = type(value)
+    if _is_copied_by_attributes(kind):
+        clone = object.__new__(kind)
+        vars(clone).update(vars(value))
+        items: list[tuple[Any, Any]] = list(vars(value).items())
+    else:
+        clone, items = copy.copy(value), _children(value)
+    objects[id(value)] = value, clone
+    for name, item in items:
+        if type(item) in _ATOMS:
+            continue
+        # Of the objects inside it those that hold tensors, such as the caches of a decoder
+        if not _is_user_object(item) or dataclasses.is_dataclass(item) or next(leaves(item), None) is not None:
+            object.__setattr__(clone, name, _mapped(item, function, objects))
+    return clone
+
+
+@functools.cache
+def _is_copied_by_attributes(kind: Any) -> bool:
+    """Whether ``copy.copy`` does no more than that, which takes longer."""
+    names = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__")
+    is_plain = all(getattr(kind, name, None) is getattr(object, name, None) for name in names)
+    is_whole = bool(kind.__dictoffset__) and _has_plain_dictionary(kind) and not _declared_slots(kind)
+    return is_plain and is_whole and not any(hasattr(kind, name) for name in ("__copy__", "__setstate__"))
 
 
 def _mapped_mapping(value: Any, function: Callable[[torch.Tensor], Any], objects: Copies) -> Any:

@@ -7,7 +7,10 @@ those of other shapes or dtypes, and those that were asked for.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from tempfile import NamedTemporaryFile, gettempdir
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +24,10 @@ from lowprec_check.torchkit.pytree import leaves, map_tensors
 MOST = 6
 """Calls of a model that are kept."""
 PART_OF_MEMORY = 8
-"""All calls that are kept take at most one part in so many of the memory that is free."""
+"""All calls that are kept take at most one part in so many of the memory that is free, then of the
+disk.
+"""
+_DISK = "disk"
 _LARGER = 1.25
 """So many times the largest value up to now one is that counts as another largest one."""
 _OUTPUT = "output"
@@ -37,34 +43,79 @@ class CallCopy(NamedTuple):
     line: str | None  # `infer.py:12`
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    form: str
+    form: Sequence[Any]
     """Shapes, up to a factor of 2, and dtypes of the inputs."""
     state: State
     """What the module kept from the calls before, if anything."""
+    taken: Mapping[torch.device | str, int] = {}
+    """The bytes of its copies on each device, or on the disk."""
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> CallCopy:
+        """The call with other tensors."""
+        args, kwargs, state = map_tensors((self.args, self.kwargs, self.state), function)
+        return self._replace(args=args, kwargs=kwargs, state=state)
 
 
 class Room:
-    """The memory that is left for calls that are kept."""
+    """What is left for calls that are kept: of the memory, then of the disk."""
 
     def __init__(self) -> None:
-        self._left: dict[torch.device, int] = {}
+        self._left: dict[torch.device | str, int] = {}
         self.refused = 0
         """Calls that were not kept for lack of it."""
 
-    def take(self, call: CallCopy, *, times: int = 1) -> bool:
-        """Whether the call fits, which then counts; ``times=-1`` gives its memory back."""
-        sizes: dict[torch.device, int] = {}
+    def copied(self, call: CallCopy, *, in_any_case: bool) -> CallCopy | None:
+        """The call with copies of its tensors, in memory or else in files; ``None`` if neither has
+        room for them.
+        """
+        sizes: dict[torch.device | str, int] = {}
         for _, tensor in leaves((call.args, call.kwargs, call.state)):
-            if tensor.is_meta:  # has no memory
-                continue
-            sizes[tensor.device] = sizes.get(tensor.device, 0) + times * tensor.numel() * tensor.element_size()
-        for device in sizes.keys() - self._left.keys():
-            self._left[device] = free_memory(device) // PART_OF_MEMORY
-        if any(size > self._left[device] for device, size in sizes.items()):
+            if not tensor.is_meta:  # that has no memory
+                sizes[tensor.device] = sizes.get(tensor.device, 0) + tensor.numel() * tensor.element_size()
+        if self._take(sizes):
+            return call.mapped(_clone)._replace(taken=sizes)
+        on_disk: dict[torch.device | str, int] = {_DISK: sum(sizes.values())}
+        if self._take(on_disk):
+            try:
+                return call.mapped(_in_file)._replace(taken=on_disk)
+            except (OSError, RuntimeError, AttributeError):  # no space, or a system that cannot reserve it
+                self.give_back(on_disk)
+        if in_any_case:
+            return call.mapped(_clone)
+        self.refused += 1
+        return None
+
+    def give_back(self, sizes: Mapping[torch.device | str, int]) -> None:
+        """Have more room again."""
+        for place, size in sizes.items():
+            self._left[place] += size
+
+    def _take(self, sizes: Mapping[torch.device | str, int]) -> bool:
+        """Whether there is so much room, which is then taken."""
+        for place in sizes.keys() - self._left.keys():
+            free = free_memory(place) if isinstance(place, torch.device) else shutil.disk_usage(gettempdir()).free
+            self._left[place] = free // PART_OF_MEMORY
+        if any(size > self._left[place] for place, size in sizes.items()):
             return False
-        for device, size in sizes.items():
-            self._left[device] -= size
+        for place, size in sizes.items():
+            self._left[place] -= size
         return True
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _in_file(tensor: Tensor) -> Tensor:
+    """A copy in a file without a name, which the system removes when no process has it any more."""
+    if tensor.is_meta or not tensor.numel() or tensor.layout != torch.strided:
+        return _clone(tensor)
+    strides = torch.empty_like(tensor, device="meta").stride()
+    with NamedTemporaryFile(prefix="lowprec-check-") as file:
+        # Without its space, writing to it would end the process
+        os.posix_fallocate(file.fileno(), 0, tensor.numel() * tensor.element_size())
+        mapped = torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
+    return mapped.as_strided(tensor.size(), strides).copy_(tensor.detach())
 
 
 class CallsOfModel:
@@ -85,25 +136,31 @@ class CallsOfModel:
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any], line: str | None) -> int:
         """Count a call that is about to be made, and keep it if it differs from those before."""
         self.count += 1
-        named = list(leaves((args, kwargs)))
-        call = CallCopy(self.count, line, args, kwargs, _form(tensor for _, tensor in named), self._state.before_call())
+        tensors: list[Tensor] = []
+
+        def noted(tensor: Tensor) -> Tensor:
+            tensors.append(tensor)
+            return tensor
+
+        state = self._state.before_call()
+        args, kwargs = map_tensors((args, kwargs), noted)  # the program may change containers later
+        call = CallCopy(self.count, line, args, kwargs, _form(tensors), state)
         is_larger = self._is_larger(_outer_tensors((args, kwargs)), self.count)
         is_new = all(kept.form != call.form for kept in self._kept)
+        if self._last is not None:
+            self._room.give_back(self._last[0].taken)
+        self._last = None
         if is_larger or is_new or self.count in self._wanted:
             self._keep(call)
-            self._last = None
         else:
-            args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor)
-            self._last = call._replace(args=args, kwargs=kwargs), [(each, version_of(each)) for _, each in named]
+            self._last = call, [(tensor, version_of(tensor)) for tensor in tensors]
         return self.count
 
     def returned(self, number: int, output: Any) -> None:
         """Keep a call for what it returned, and of the state of the module what changes."""
         self._state.after_call()
         if number == 1 and self._kept:
-            self._room.take(self._kept[0], times=-1)
             self._kept[0] = self._changing_only(self._kept[0])
-            self._room.take(self._kept[0])
         is_larger = self._is_larger(((_OUTPUT, tensor) for _, tensor in _outer_tensors(output)), number)
         if is_larger and self._last is not None and self._last[0].number == number and self._is_as_it_was():
             self._keep(self._last[0])
@@ -112,7 +169,7 @@ class CallsOfModel:
     def forget(self) -> None:
         """Give back the memory of what is kept."""
         for call in self._kept:
-            self._room.take(call, times=-1)
+            self._room.give_back(call.taken)
         self._kept, self._last = [], None
 
     def _changing_only(self, call: CallCopy) -> CallCopy:
@@ -134,13 +191,12 @@ class CallsOfModel:
         return self._last is not None and all(version_of(tensor) == version for tensor, version in self._last[1])
 
     def _keep(self, call: CallCopy) -> None:
-        if not self._room.take(call) and self._kept:  # the first is kept in any case
-            self._room.refused += 1
+        copied = self._room.copied(call, in_any_case=not self._kept)
+        if copied is None:
             return
-        args, kwargs = copied((call.args, call.kwargs))
-        self._kept.append(call._replace(args=args, kwargs=kwargs))
+        self._kept.append(copied)
         if sum(kept.number not in self._wanted for kept in self._kept) == MOST:  # the last needs a place
-            self._room.take(self._kept.pop(self._spare()), times=-1)
+            self._room.give_back(self._kept.pop(self._spare()).taken)
 
     def _spare(self) -> int:
         """The place of a call that differs least from others; never the first."""
@@ -161,20 +217,16 @@ class CallsOfModel:
         calls = [self._changing_only(call) for call in self._kept]
         if self._last is not None and self._is_as_it_was():
             last = self._last[0]
-            args, kwargs = copied((last.args, last.kwargs))
-            calls.append(last._replace(args=args, kwargs=kwargs))
+            copied = last if last.taken else self._room.copied(last, in_any_case=False)
+            if copied is not None:
+                self._last = copied, []
+                calls.append(copied)
         different: list[CallCopy] = []
         for call in calls:
             given = call.args, call.kwargs, list(call.state.values())
             if not any(same_values(given, (at.args, at.kwargs, list(at.state.values()))) for at in different):
                 different.append(call)
         return sorted(different, key=lambda call: call.number)
-
-
-def copied(given: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments with copies of their tensors, without gradients."""
-    copies: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(given, lambda tensor: tensor.detach().clone())
-    return copies
 
 
 def _outer_tensors(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
@@ -187,14 +239,16 @@ def _outer_tensors(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple
             yield from _outer_tensors(item, f"{name}.{key}", depth + 1)
 
 
-def _form(tensors: Iterable[Tensor]) -> str:
-    return " ".join(f"{tensor.dtype}{[size.bit_length() for size in tensor.shape]}" for tensor in tensors)
+def _form(tensors: Sequence[Tensor]) -> Sequence[Any]:
+    return [(tensor.dtype, *(size.bit_length() for size in tensor.shape)) for tensor in tensors]
 
 
 def _magnitude(tensor: Tensor) -> float | None:
     """The largest value; ``None`` if it is not finite, or cannot be read."""
     if not (tensor.is_floating_point() and tensor.numel() and tensor.layout == torch.strided) or tensor.is_meta:
         return None
-    least, most = tensor.detach().float().aminmax()  # faster than a norm
-    value = max(-float(least), float(most))
+    if tensor.dtype != torch.float32:
+        tensor = tensor.float()
+    least, most = tensor.detach().aminmax()  # faster than a norm
+    value = max(-least.item(), most.item())
     return value if math.isfinite(value) else None

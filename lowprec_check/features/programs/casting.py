@@ -61,9 +61,8 @@ class ProgramCaster(CallWatcher):
         """Whether a method was found to count."""
         return (self.key_of(module, keep=False), method) in self._methods
 
-    def note(self, module: nn.Module, method: str, args: Any, kwargs: Any, line: str | None) -> Callable[[Any], None]:
-        """Nothing is kept."""
-        return _nothing
+    def note(self, module: nn.Module, method: str, args: Any, kwargs: Any, line: str | None) -> None:
+        """Keep nothing."""
 
     def computed(self, module: nn.Module, method: str, args: Any, kwargs: Any, call: Callable[..., Any]) -> Any:
         """The result of a call in the precision of the model, in the dtypes that it has in fp32."""
@@ -150,9 +149,6 @@ class ProgramCaster(CallWatcher):
         if not same_bits(integers, integers_of_fp32):
             note = OTHER_INTEGERS
         self.errors.append(CallError(key, number, error, compared.nonfinite, note or compared.note or "", method))
-
-
-def _nothing(_output: Any) -> None: ...
 
 
 def _in_fp32(tensor: Tensor) -> Tensor:

@@ -20,8 +20,9 @@ from torch import nn
 
 from lowprec_check.engine.model.kept_files import replaced
 from lowprec_check.engine.model.model_making import made_by_constructor, part_of_making
-from lowprec_check.features.programs.calls_of_model import PART_OF_MEMORY, CallsOfModel, Room, copied
+from lowprec_check.features.programs.calls_of_model import PART_OF_MEMORY, CallsOfModel, Room
 from lowprec_check.schema.statements import counted
+from lowprec_check.torchkit.pytree import map_tensors
 from lowprec_check.torchkit.source_location import is_own_file, own_line
 
 _RETURNS_BEFORE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
@@ -30,6 +31,10 @@ _MOST_WAITING = 32
 """Calls of parts whose inputs are copied in a method that may still call its own model: more would
 fill the memory, and one such as ``generate`` calls the encoder, then itself.
 """
+
+
+Noted = tuple[CallsOfModel, int]
+"""A call that was noted, by its number."""
 
 
 class CallWatcher:
@@ -50,16 +55,20 @@ class CallWatcher:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Inside, calls are seen."""
-        torch_call = nn.Module.__call__
-
-        is_compiling, threads = torch.compiler.is_compiling, self._threads
+        is_compiling, threads, torch_call = torch.compiler.is_compiling, self._threads, nn.Module.__call__
+        is_plain = torch_call is nn.Module._wrapped_call_impl
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or threads.is_inside:  # most calls are made by another model
+            if is_compiling():
                 return torch_call(module, *args, **kwargs)
-            return self._call(module, args, kwargs, torch_call)
+            if not threads.is_inside:
+                return self._call(module, args, kwargs, torch_call)
+            # Most calls are made by another model. What torch does, without one function more
+            if is_plain and module._compiled_call_impl is None:
+                return module._call_impl(*args, **kwargs)
+            return torch_call(module, *args, **kwargs)
 
-        with _public_methods(self._method), replaced(nn.Module, "__call__", call):
+        with _public_methods(self._method, threads), replaced(nn.Module, "__call__", call):
             yield
 
     def key_of(self, module: nn.Module, *, keep: bool = True) -> str:
@@ -79,23 +88,17 @@ class CallWatcher:
         if not self._room.refused:
             return []
         refused = counted(self._room.refused, "call")
-        return [f"{refused} not kept: kept calls take at most 1/{PART_OF_MEMORY} of the free memory"]
+        return [f"{refused} not kept: kept calls take at most 1/{PART_OF_MEMORY} of the free memory, then of the disk"]
 
-    def note(self, module: nn.Module, method: str, args: Any, kwargs: Any, line: str | None) -> Callable[[Any], None]:
-        """A call that counts is made; its output is to be given to the function returned."""
+    def note(self, module: nn.Module, method: str, args: Any, kwargs: Any, line: str | None) -> Noted | None:
+        """A call that counts is about to be made."""
         with self._lock:
             key = self.key_of(module), method
             if key not in self.models:
                 self.models[key] = CallsOfModel(module, method, self._room, self._wanted.get(key, ()))
                 self.first_seen(key, module, args, kwargs)
             calls = self.models[key]
-            number = calls.note(args, kwargs, line)
-
-        def returned(output: Any) -> None:
-            with self._lock:
-                calls.returned(number, output)
-
-        return returned
+            return calls, calls.note(args, kwargs, line)
 
     def first_seen(self, key: tuple[str, str], module: nn.Module, args: Any, kwargs: Any) -> None:
         """A model was called first, or a method of it."""
@@ -110,46 +113,54 @@ class CallWatcher:
 
     def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
         """The result of ``call(module, *args, **kwargs)``; noted unless another model makes it."""
-        if not is_model(module):
-            return call(module, *args, **kwargs)
         frame, method = sys._getframe(2), self._threads.method
-        line = own_line(frame)
-        if id(module) not in self._keys and _is_tried(module, frame):
-            with self._inside():
+        if id(module) not in self._keys:
+            if not is_model(module):
                 return call(module, *args, **kwargs)
-        if method is not None and not method.calls_itself and module is not method.module:
-            if len(method.waiting) < _MOST_WAITING:
-                method.waiting.append(functools.partial(self.note, module, "", *copied((args, kwargs)), line))
-            with self._inside():
-                return self.computed(module, "", args, kwargs, call)
+            if _is_tried(module, frame):
+                with self._threads.inside():
+                    return call(module, *args, **kwargs)
         if method is not None and not method.calls_itself:
+            if module is not method.module:
+                if len(method.waiting) < _MOST_WAITING:
+                    args_then, kwargs_then = map_tensors((args, kwargs), lambda tensor: tensor.detach().clone())
+                    line = own_line(frame)
+                    method.waiting.append(functools.partial(self.note, module, "", args_then, kwargs_then, line))
+                with self._threads.inside():
+                    return self.computed(module, "", args, kwargs, call)
             method.calls_itself = True
             for note in method.waiting:
                 note()
-        returned = self.note(module, "", args, kwargs, line)
-        with self._inside():
-            output = self.computed(module, "", args, kwargs, call)
-        returned(output)
+        return self._noted(module, "", args, kwargs, call, frame)
+
+    def _noted(
+        self, module: nn.Module, method: str, args: Any, kwargs: Any, call: Callable[..., Any], frame: FrameType
+    ) -> Any:
+        """The result of a call that counts."""
+        noted = self.note(module, method, args, kwargs, own_line(frame))
+        with self._threads.inside():
+            output = self.computed(module, method, args, kwargs, call)
+        if noted is not None:
+            calls, number = noted
+            with self._lock:
+                calls.returned(number, output)
         return output
 
     def _method(
         self, function: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """The result of a call of a method; noted if no other model makes it, and it calls some."""
-        if self._threads.is_inside or self._threads.method is not None or not is_model(module):
+        if not is_model(module):
             return function(module, *args, **kwargs)
-        line, counts = own_line(sys._getframe(2)), self.counts(module, function.__name__)
+        name, frame = function.__name__, sys._getframe(2)
+        counts = self.counts(module, name)
         if counts:
-            returned = self.note(module, function.__name__, args, kwargs, line)
-            with self._inside():
-                output = self.computed(module, function.__name__, args, kwargs, function)
-            returned(output)
-            return output
+            return self._noted(module, name, args, kwargs, function, frame)
         calls = None
         if counts is None:
-            key = self.key_of(module, keep=False), function.__name__
-            calls = CallsOfModel(module, function.__name__, self._room, self._wanted.get(key, ()))
-            calls.note(args, kwargs, line)
+            key = self.key_of(module, keep=False), name
+            calls = CallsOfModel(module, name, self._room, self._wanted.get(key, ()))
+            calls.note(args, kwargs, own_line(frame))
         method = self._threads.method = _Method(module, calls_itself=counts is False)
         output = None
         try:
@@ -157,7 +168,7 @@ class CallWatcher:
         finally:
             self._threads.method = None
             if calls is not None:
-                self._found(function.__name__, method, calls, output, args, kwargs)
+                self._found(name, method, calls, output, args, kwargs)
         return output
 
     def _found(self, name: str, method: _Method, calls: CallsOfModel, output: Any, args: Any, kwargs: Any) -> None:
@@ -173,14 +184,6 @@ class CallWatcher:
             else:
                 calls.forget()
 
-    @contextlib.contextmanager
-    def _inside(self) -> Iterator[None]:
-        self._threads.is_inside = True
-        try:
-            yield
-        finally:
-            self._threads.is_inside = False
-
 
 class _Thread(threading.local):
     """Where a thread is."""
@@ -189,6 +192,15 @@ class _Thread(threading.local):
     """Whether it is in a call of a module that no other makes."""
     method: _Method | None = None
     """The outermost method that it is in."""
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """In a call whose own calls are not seen."""
+        self.is_inside = True
+        try:
+            yield
+        finally:
+            self.is_inside = False
 
 
 class _Method:
@@ -214,7 +226,7 @@ def _is_tried(module: nn.Module, frame: FrameType) -> bool:
 
 
 @contextlib.contextmanager
-def _public_methods(call: Callable[..., Any]) -> Iterator[None]:
+def _public_methods(call: Callable[..., Any], threads: _Thread) -> Iterator[None]:
     """Inside, the public methods of classes of models come by ``call``, with their arguments.
 
     Those of torch do not, nor does ``forward``: their modules are called.
@@ -229,7 +241,7 @@ def _public_methods(call: Callable[..., Any]) -> Iterator[None]:
             methods = [(name, value) for name, value in vars(owner).items() if _is_public_method(name, value)]
             watched[owner] = methods
             for name, function in methods:
-                setattr(owner, name, _watched(function, call))
+                setattr(owner, name, _watched(function, call, threads))
 
     def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         watch(type(module))
@@ -259,10 +271,10 @@ def _subclasses(kind: type) -> set[type]:
     return set(below).union(*map(_subclasses, below))
 
 
-def _watched(function: FunctionType, call: Callable[..., Any]) -> Any:
+def _watched(function: FunctionType, call: Callable[..., Any], threads: _Thread) -> Any:
     @functools.wraps(function)
     def method(*args: Any, **kwargs: Any) -> Any:
-        if not args or torch.compiler.is_compiling():
+        if not args or torch.compiler.is_compiling() or threads.is_inside or threads.method is not None:
             return function(*args, **kwargs)
         return call(function, args[0], args[1:], kwargs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -71,20 +72,28 @@ def test_a_call_that_was_overwritten_in_inference_mode_is_not_kept() -> None:
     x += 0.1
     calls.note((x,), {}, None)
     assert [call.number for call in calls.kept()] == [1, 4]
+    calls.note((x,), {}, None)
     x += 0.1
     assert [call.number for call in calls.kept()] == [1]
 
 
-def test_calls_beyond_the_memory_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_beyond_the_memory_are_on_disk_and_not_kept_beyond_that(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls_of_model, "free_memory", lambda device: 8 * 1000)
+    monkeypatch.setattr(calls_of_model.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(0, 0, 8 * 500))
     room = Room()
     calls = CallsOfModel(nn.Linear(1, 1), "", room)
-    for number in range(1, 5):
-        calls.note((torch.full((100,), 10.0**number),), {}, None)
-    assert [call.number for call in calls.kept()][:2] == [1, 2]
+    for number in range(1, 6):
+        calls.note((torch.full((10, 10), 10.0**number).T,), {}, None)
+    kept = calls.kept()
+    assert [call.number for call in kept] == [1, 2, 3]
+    assert [[*call.taken] for call in kept] == [[torch.device("cpu")], [torch.device("cpu")], ["disk"]]
+    assert torch.equal(kept[2].args[0], torch.full((10, 10), 1000.0))
+    assert kept[2].args[0].stride() == kept[1].args[0].stride()
     assert room.refused == 2
     CallsOfModel(nn.Linear(1, 1), "", room).note((torch.ones(1000),), {}, None)
     assert room.refused == 2  # the first call of a model is kept in any case
+    calls.forget()
+    assert room._left == {torch.device("cpu"): 1000, "disk": 500}
 
 
 def test_a_call_on_the_meta_device_takes_no_memory() -> None:

@@ -30,6 +30,7 @@ from lowprec_check.features.programs.program_document import program_document
 from lowprec_check.features.programs.program_file import scan_program_file
 from lowprec_check.features.programs.program_reports import check_format, program_report
 from lowprec_check.features.programs.program_scan import CallError, ProgramRun, ProgramScan, ScannedModel
+from lowprec_check.features.programs.watching import CallWatcher
 from lowprec_check.report.layout.text import text
 from lowprec_check.report.registry import FORMATS
 from lowprec_check.schema.findings import Recommendation
@@ -69,6 +70,23 @@ def test_the_outermost_calls_of_models_are_seen() -> None:
     assert "decode" in vars(type(pipe.vae))
     assert not hasattr(type(pipe.vae).decode, "__wrapped__")
     assert nn.Module.__call__ is nn.Module.__dict__["__call__"]
+
+
+def test_only_outermost_calls_reach_the_watcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    reached: list[object] = []
+    call = CallWatcher._call
+    monkeypatch.setattr(
+        CallWatcher, "_call", lambda self, module, *rest: reached.append(module) or call(self, module, *rest)
+    )
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(5)])
+    hooked: list[object] = []
+    model[2].register_forward_hook(lambda *_: hooked.append(None))
+    with watch() as program:
+        for _ in range(3):
+            model(torch.ones(1, 2))
+    assert reached == [model] * 3
+    assert len(hooked) == 3
+    assert program.models[0].calls == 3
 
 
 class Decoder(nn.Module):
@@ -123,16 +141,16 @@ class Trainer(nn.Module):
 def test_of_a_method_with_many_calls_few_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[object] = []
 
-    def copied(arguments: Any) -> Any:
+    def copied(arguments: Any, _function: Any) -> Any:
         copies.append(arguments)
         return arguments
 
-    monkeypatch.setattr(watching, "copied", copied)
+    monkeypatch.setattr(watching, "map_tensors", copied)
     model = Trainer()
     with watch() as program:
         model.fit()
     assert [(model.method, model.calls) for model in program.models] == [("fit", 1)]
-    assert len(copies) < 50
+    assert 0 < len(copies) < 50
 
 
 def test_a_coroutine_stays_one() -> None:
