@@ -25,7 +25,7 @@ from lowprec_check.catalog.aten import AtenCatalog
 from lowprec_check.catalog.names import overload_name
 from lowprec_check.catalog.records import LOW, SHORT, Dtype
 from lowprec_check.core.trace.ops import Args, Kwargs, outputs_of, tensors_in, traits
-from lowprec_check.engine.sweep.calls import Caller
+from lowprec_check.engine.sweep.operator_worker import Caller
 from lowprec_check.engine.sweep.samples import load_operators, samples_of, seed_all
 from lowprec_check.pytest_plugin.fixture.cast_replay import copied, try_call
 from lowprec_check.torchkit.dispatch_mode import DispatchMode, run_op

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from lowprec_check.analysis.choices import other_ops
+from lowprec_check.analysis.run_summary import other_ops
 from lowprec_check.core.messages import (
     GapFound,
     OpCallsFound,

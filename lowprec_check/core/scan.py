@@ -32,8 +32,7 @@ from lowprec_check.engine.model.training import MakeOptimizer
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.schema.axes import backend_notes, replaced
-from lowprec_check.schema.called_with import called_with
-from lowprec_check.schema.options import Names, ScanOptions, option
+from lowprec_check.schema.options import Names, ScanOptions, called_with, option
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE
 from lowprec_check.schema.scan_result import Run, ScanResult

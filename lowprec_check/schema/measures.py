@@ -470,3 +470,18 @@ class InputLayout(Struct, frozen=True, kw_only=True):
     """Positions or keys of those with floating-point values; for one tensor, one empty key."""
     images: list[str] = []
     """Positions or keys of those with 4 dimensions; for one tensor, one empty key."""
+
+
+class CodeTrial(Struct, frozen=True, kw_only=True):
+    """An execution of the recommended code, in a fresh interpreter."""
+
+    code: str
+    """The code."""
+    status: Literal["ran", "differs", "failed", "not run"]
+    """``differs``: its output is not that of the run that it is for."""
+    reason: str = ""
+    """Why it is not ``ran``: the error, or what kept it from being executed."""
+    rel_l2: float | None = None
+    """The error of its output against the same code in fp32."""
+    seconds: float | None = None
+    """What it added to the scan."""

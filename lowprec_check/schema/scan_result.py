@@ -17,7 +17,6 @@ import msgspec
 from lowprec_check.schema.axes import lowers_precision
 from lowprec_check.schema.backend_checks import BackendCheck, CompilerCheck
 from lowprec_check.schema.base import Struct, decode, encoded, write_file
-from lowprec_check.schema.code_trial import CodeTrial
 from lowprec_check.schema.findings import (
     Diagnostic,
     Gap,
@@ -34,6 +33,7 @@ from lowprec_check.schema.measures import (
     Ablation,
     BatchRanges,
     ClampTrial,
+    CodeTrial,
     ConstantTrial,
     ErrorBudget,
     InputsTried,

@@ -10,8 +10,7 @@ from conftest import ROOT
 
 from lowprec_check.analysis.rules.registry import rules
 from lowprec_check.catalog import declared
-from lowprec_check.catalog.known_issues import known_issues
-from lowprec_check.catalog.known_patterns import KnownPattern, OpsAround, best_fit, known_patterns
+from lowprec_check.catalog.known_issues import KnownPattern, OpsAround, best_fit, known_issues, known_patterns
 
 PATTERNS = known_patterns()
 

@@ -7,7 +7,7 @@ import torch
 from helpers import scan_here
 from near_misses import NEAR_MISSES, Layers, NearMiss
 
-from lowprec_check.catalog.known_patterns import known_patterns
+from lowprec_check.catalog.known_issues import known_patterns
 from lowprec_check.catalog.names import function_name
 
 LINKS = {pattern.id: pattern for pattern in known_patterns()}

@@ -14,9 +14,16 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from lowprec_check.catalog.records import DTYPES, LOW, MODES, Dtype, Mode, OpRecord, OpTimes
-from lowprec_check.engine.sweep.calls import SEED, Caller, FirstFailure, Trial, exit_if_device_lost, overload_name_of
 from lowprec_check.engine.sweep.failures import Raised
-from lowprec_check.engine.sweep.operator_worker import OperatorMeasurement
+from lowprec_check.engine.sweep.operator_worker import (
+    SEED,
+    Caller,
+    FirstFailure,
+    OperatorMeasurement,
+    Trial,
+    exit_if_device_lost,
+    overload_name_of,
+)
 from lowprec_check.engine.sweep.samples import Sample
 from lowprec_check.torchkit.dispatch_mode import AutocastKeys
 from lowprec_check.torchkit.pytree import leaves

@@ -9,9 +9,8 @@ import torch
 
 from lowprec_check.catalog.records import LOW, Dtype, Header
 from lowprec_check.catalog.versions import installed_version
-from lowprec_check.engine.sweep.calls import Caller
 from lowprec_check.engine.sweep.failures import Raised
-from lowprec_check.engine.sweep.operator_worker import Enter, options_of, serve, torch_version
+from lowprec_check.engine.sweep.operator_worker import Caller, Enter, options_of, serve, torch_version
 from lowprec_check.errors import UsageError
 from lowprec_check.torchkit.installation import IPEX, cpu_info, extension_problem
 from tools.operator_sweep.measure import FullMeasurement

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Literal
 
-from lowprec_check.analysis.choices import error_with_same_choices, fails_by_integers, other_ops
 from lowprec_check.analysis.error_shares import is_over_tolerance, is_vague
 from lowprec_check.analysis.next_steps import command
 from lowprec_check.analysis.rules.gaps import from_gaps
@@ -35,10 +34,13 @@ from lowprec_check.analysis.run_summary import (
     blames_backend,
     degenerate_output,
     differing_integers,
+    error_with_same_choices,
     failed_search,
     failing_gaps,
+    fails_by_integers,
     judged_output,
     on_which_call,
+    other_ops,
     reference_of,
     remarks_of,
 )

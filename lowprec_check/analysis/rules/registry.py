@@ -19,8 +19,16 @@ from lowprec_check.analysis.error_shares import main_causes, trusted_budget
 from lowprec_check.analysis.run_summary import status_in_eager_mode
 from lowprec_check.catalog.answers import find_fix
 from lowprec_check.catalog.aten import AtenCatalog
-from lowprec_check.catalog.known_issues import KnownIssue, Way, known_issues, matching
-from lowprec_check.catalog.known_patterns import KnownPattern, OpsAround, best_fit, known_patterns
+from lowprec_check.catalog.known_issues import (
+    KnownIssue,
+    KnownPattern,
+    OpsAround,
+    Way,
+    best_fit,
+    known_issues,
+    known_patterns,
+    matching,
+)
 from lowprec_check.catalog.names import dtype_of, function_name
 from lowprec_check.catalog.records import LOW, SHORT
 from lowprec_check.errors import UsageError

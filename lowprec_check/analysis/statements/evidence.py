@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from lowprec_check.analysis.choices import error_with_same_choices
 from lowprec_check.analysis.error_shares import (
     BETWEEN,
     CHANCE,
@@ -22,6 +21,7 @@ from lowprec_check.analysis.error_shares import (
 from lowprec_check.analysis.run_summary import (
     candidates,
     degenerate_output,
+    error_with_same_choices,
     never_called,
     reference_of,
     tiny_output,

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from lowprec_check.engine.model.input_shapes import input_shapes
+from lowprec_check.engine.model.target_spec import input_shapes
 from lowprec_check.engine.model.user_code import call_user_code, parameters_of, required_arguments
 from lowprec_check.errors import UsageError, first_line, message_of
 from lowprec_check.torchkit.pytree import leaves, map_tensors, tensors_by_code

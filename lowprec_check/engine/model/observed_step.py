@@ -35,8 +35,7 @@ from lowprec_check.engine.model.observed_training import (
 )
 from lowprec_check.engine.model.optimizer_like import Clip, settings_of, takes_closure
 from lowprec_check.engine.model.snapshot import saved_tensor
-from lowprec_check.engine.model.weight_casts import WeightCasts
-from lowprec_check.engine.model.weight_changes import Sgd, WeightChanges
+from lowprec_check.engine.model.weight_changes import Sgd, WeightCasts, WeightChanges
 from lowprec_check.engine.model.whole_optimizer import OuterCall, OuterCalls, Template, optimizers_in
 from lowprec_check.errors import message_of
 from lowprec_check.process import system

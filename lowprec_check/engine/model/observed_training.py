@@ -17,8 +17,7 @@ from lowprec_check.engine.model.call_recorder import Node, UnrepeatableError, dt
 from lowprec_check.engine.model.loss_program import Backward, Phase, Program, copy_of
 from lowprec_check.engine.model.optimizer_like import Clip, OptimizerLike, OptimizersLike, Settings
 from lowprec_check.engine.model.snapshot import restore_tensor
-from lowprec_check.engine.model.weight_casts import widen, widened
-from lowprec_check.engine.model.weight_changes import Sgd
+from lowprec_check.engine.model.weight_changes import Sgd, widen, widened
 from lowprec_check.engine.model.whole_optimizer import (
     CLOSURE,
     OptimizerCall,

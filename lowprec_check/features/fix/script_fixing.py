@@ -16,7 +16,7 @@ from lowprec_check.features.fix.chosen import change_of, shown_path
 from lowprec_check.features.fix.fix_sites import OwnFiles, Sites
 from lowprec_check.features.fix.scene import Site, SourceFix, compose
 from lowprec_check.features.fix.script_fixes import Fault, faults
-from lowprec_check.features.fix.script_precision import DEFAULT, FAILS, Adoption, TriedScript, limit_of
+from lowprec_check.features.fix.script_precision import DEFAULT, FAILS, Adoption, Change, TriedScript, limit_of
 from lowprec_check.features.fix.seen_values import ScriptFacts, ScriptPlace
 from lowprec_check.features.fix.source_text import SourceText, edited, unified_diff
 from lowprec_check.features.fix.source_trial import ScriptTrial, try_source
@@ -31,7 +31,6 @@ from lowprec_check.schema.training import STALLED
 STEPS = 8  # that are run by default
 NEARER = 0.5  # part of the distance from fp32's weights (1: weights that do not move) that a patch may leave
 SECONDS = 600.0  # for the steps of a script
-Change = tuple[SourceText, SourceFix]
 
 
 def _faulty(facts: ScriptFacts) -> bool:

@@ -30,7 +30,7 @@ from lowprec_check.schema.findings import (
     MixedDtypes,
     MixedInput,
 )
-from lowprec_check.torchkit.autocast_regions import following_regions, noted
+from lowprec_check.torchkit.autocast import following_regions, noted
 from lowprec_check.torchkit.dispatch_mode import AutocastKeys, DispatchMode, observing
 from lowprec_check.torchkit.floating_dtypes import is_narrow
 from lowprec_check.torchkit.source_location import ModuleStack, source_lines

@@ -27,8 +27,7 @@ from lowprec_check.features.plan.apply import describe_modules
 from lowprec_check.features.plan.trials import Limits, Objective, Proposal, Proposer, best
 from lowprec_check.process import Isolation
 from lowprec_check.schema.axes import replaced
-from lowprec_check.schema.called_with import called_with
-from lowprec_check.schema.options import PlanOptions, ScanOptions, option
+from lowprec_check.schema.options import PlanOptions, ScanOptions, called_with, option
 from lowprec_check.schema.plan import Plan, Planning
 from lowprec_check.schema.precisions import plan_bases
 from lowprec_check.schema.scan_result import ScanResult

@@ -9,9 +9,8 @@ import msgspec
 from lowprec_check.analysis.run_summary import is_hopeless
 from lowprec_check.core.feature_hooks import Feature
 from lowprec_check.core.target_runs import TargetRuns
-from lowprec_check.features.plan.input_trials import InputTrials, is_input_suspect
 from lowprec_check.features.plan.planner import plan_for_scan
-from lowprec_check.features.plan.trials import Objective
+from lowprec_check.features.plan.trials import InputTrials, Objective, is_input_suspect
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.scan_result import Run, ScanResult
 

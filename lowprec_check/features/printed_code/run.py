@@ -26,7 +26,7 @@ from lowprec_check.errors import first_line, message_of, type_name
 from lowprec_check.process import system
 from lowprec_check.process.function_worker import Channel, FunctionWorker, Method
 from lowprec_check.process.supervisor import MessageEvent, Supervisor
-from lowprec_check.schema.code_trial import CodeTrial
+from lowprec_check.schema.measures import CodeTrial
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.scanned_model import STREAMED

@@ -26,8 +26,8 @@ from lowprec_check.engine.model.target_source import load_here
 from lowprec_check.engine.model.target_spec import TargetSpec
 from lowprec_check.engine.model.zoo import import_torchvision
 from lowprec_check.features.prediction import stand_in_process
-from lowprec_check.features.prediction.device_kernels import StandInKernels
 from lowprec_check.features.prediction.kernel_support import KernelSupport
+from lowprec_check.features.prediction.stand_in_process import StandInKernels
 from lowprec_check.schema.measures import PredictedDevice
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.torchkit.dispatch_mode import DispatchMode

@@ -20,7 +20,7 @@ from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.model_info import describe_target
 from lowprec_check.features.printed_code import run as printed_code
 from lowprec_check.features.printed_code.run import CodeRequest, executed
-from lowprec_check.schema.code_trial import CodeTrial
+from lowprec_check.schema.measures import CodeTrial
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import Run
 

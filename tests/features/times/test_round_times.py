@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowprec_check.engine.model import call_times
-from lowprec_check.engine.model.call_times import CallTimes
+from lowprec_check.engine.model import plain_run
+from lowprec_check.engine.model.plain_run import CallTimes
 from lowprec_check.features.times.rounds import ENOUGH, MORE, MOST, RoundSchedule, TurnFailed, TurnTimed
 from lowprec_check.features.times.speedups import (
     FEW,
@@ -319,7 +319,7 @@ def test_the_ratio_survives_a_machine_that_changes_its_speed(seed: int, factor: 
 def times_of(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[float, bool]], **limits: float) -> CallTimes:
     """As many ``calls`` as there are to be: seconds, and whether the call compiles."""
     frames, left = [0], iter(calls)
-    monkeypatch.setattr(call_times, "compiled_frames", lambda: frames[0])
+    monkeypatch.setattr(plain_run, "compiled_frames", lambda: frames[0])
     monkeypatch.setattr(system.CoreWaits, "longest", lambda _: 0.0)
     times = CallTimes(3, **{"seconds": 10.0, "too_slow": 2.0, "hopeless": 5.0} | limits)
     while times.goes_on:
