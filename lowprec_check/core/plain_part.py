@@ -66,16 +66,17 @@ class Fp32Outputs(NamedTuple):
     def save(self, files: TaskFiles) -> None:
         """Write what :meth:`load` reads; :class:`UsageError` if memory or a limit is too small."""
         outputs = [[tensor.cpu() for tensor in tensors] for tensors in self.outputs]
-        forms = [tuple(tensors.form) for tensors in self.outputs]
+        forms = [tensors.form.saved for tensors in self.outputs]
         probe = self.probe and (self.probe.module, self.probe.number, [tensor.cpu() for tensor in self.probe.tensors])
         files.keep({"outputs": outputs, "forms": forms, "probe": probe})
 
     @classmethod
-    def load(cls, files: TaskFiles) -> Fp32Outputs:
-        """Read what the fp32 run saved."""
+    def load(cls, files: TaskFiles, target: Target | None = None) -> Fp32Outputs:
+        """Read what the fp32 run saved, which the function of ``target`` may judge."""
         saved = files.kept()
+        function = target.judge_function if target is not None else None
         outputs = [
-            OutputTensors(tensors, OutputForm(*form))
+            OutputTensors(tensors, OutputForm(*form)._replace(function=function))
             for tensors, form in zip(saved["outputs"], saved["forms"], strict=True)
         ]
         return cls(outputs, saved["probe"] and ModuleOutput(*saved["probe"]))
@@ -118,7 +119,7 @@ class PlainPart:
         task = self.task
         saved = None
         if not task.saves_reference:
-            saved = Fp32Outputs.load(task.files)
+            saved = Fp32Outputs.load(task.files, self.target)
         before = 0
         if not task.changes_parameters:
             before = _fingerprint(self.ready.model)
@@ -139,7 +140,7 @@ class PlainPart:
             # What random numbers excuse is not known before the last call.
             until_failed=task.status_only and not task.draws,
         )
-        form = OutputForm(judge=task.judge, limits=task.limits)
+        form = self.target.output_form(task.judge, task.limits)
         self.outputs = [outputs.as_asked(form) for outputs in calls.outputs]
         self.warnings = calls.warnings
         changed = not task.changes_parameters and _fingerprint(self.ready.model) != before
@@ -282,7 +283,7 @@ def judge_with_same_draws(ready: Prepared, part: PlainPart) -> None:
     try:
         with compiled_code_in_eager():
             if part.probed is None:
-                form = OutputForm(judge=part.task.judge, limits=part.task.limits)
+                form = part.target.output_form(part.task.judge, part.task.limits)
                 references, replays = [], [ReplayDraws(draws) for draws in part.draws]
                 for replay in replays:
                     with replay:

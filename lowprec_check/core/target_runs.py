@@ -23,7 +23,7 @@ from lowprec_check.core.outcome import compared_with, explained_by, finished
 from lowprec_check.core.plain_part import Fp32Outputs
 from lowprec_check.core.reference_errors import check_reference
 from lowprec_check.core.tasks import LONG_CALL, RunTask, TaskFiles, open_task_files
-from lowprec_check.engine.model.output_measures import check_judge, parse_limits
+from lowprec_check.engine.model.output_measures import OWN, check_judge, parse_limits
 from lowprec_check.engine.model.prepared import format_problem
 from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.model.target_source import TargetSource
@@ -75,6 +75,9 @@ class TargetRuns:
         self.mode = mode or mode_of(source, options, machine)
         judge = options.judge or source.target.judge
         check_judge(judge, options.limit)
+        limited = {key.partition(".")[0] for key, _ in parse_limits(options.limit)}
+        if OWN in (judge, *limited) and source.target.judge_function is None:
+            raise UsageError("There is no function `judge`.", "Define judge(output, reference) -> dict in the file.")
         self._template = RunTask(
             precision=REFERENCE,
             device=machine.runs_on,

@@ -196,7 +196,8 @@ def _tolerance() -> Any:
 def _judge() -> Any:
     return option(
         None,
-        "What to judge the output by: tokens, classes, pixels, boxes, picture, integers, or rel_l2 for none of them.",
+        "What to judge the output by: tokens, classes, pixels, masks, boxes, picture, audio, embeddings, integers, or "
+        "rel_l2 for none of them.",
         unset="by what the output is",
         group=THOROUGH,
         metavar="MEASURE",

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from lowprec_check.engine.model.inputs import (
     parse_inputs,
 )
 from lowprec_check.engine.model.observed_training import DEFINE_PARTS, ObservedBatch, ObservedTraining, ScriptStep
+from lowprec_check.engine.model.output_measures import OWN, check_judge, parse_limits
 from lowprec_check.engine.model.streamed_weights import unread_weights
 from lowprec_check.engine.model.target import (
     NOT_TRAINED,
@@ -439,6 +440,26 @@ def _setup(
     return tuple(lines)
 
 
+def _judged_by(module: types.ModuleType) -> dict[str, Any]:
+    """The file's `judge`, a name or a function of two outputs, and its `limits`."""
+    judge, limits = attribute_of(module, "judge"), attribute_of(module, "limits")
+    if is_plain_function(judge):
+        # A function of other arguments is something else's
+        required = [each for each in inspect.signature(judge).parameters.values() if each.default is each.empty]
+        if len(required) != 2:
+            return {}
+        parts = {"judge": OWN, "judge_function": judge}
+    elif isinstance(judge, str):
+        parts = {"judge": judge}
+    else:
+        return {}
+    if isinstance(limits, Mapping):
+        texts = [f"{name}={limit}" for name, limit in limits.items()]
+        check_judge(None, texts)
+        parts["limits"] = parse_limits(texts)
+    return parts
+
+
 def _given_inputs(module: types.ModuleType, inputs: tuple[str, ...]) -> Any:
     """The inputs asked for, or those that the module defines; ``None`` if there are none."""
     make_batch = _make_batch(module, inputs)
@@ -471,9 +492,7 @@ def _other_parts(module: types.ModuleType, inputs: tuple[str, ...]) -> dict[str,
         if parts[name] is not None and not callable(parts[name]):
             problem = f"`{name}` in {display_name(module)} has type {type(parts[name]).__name__}, not a function."
             raise UsageError(problem, f"Make `{name}` a function, or rename it.")
-    # A function of this name is something else's
-    judge = attribute_of(module, "judge")
-    parts["judge"] = judge if isinstance(judge, str) else None
+    parts |= _judged_by(module)
     # One like an optimizer is made
     for name, kind in (("optimizer", Optimizer), ("average", ())):
         if not is_function(parts[name]) and not isinstance(parts[name], kind):

@@ -9,7 +9,7 @@ import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from torch import Tensor
@@ -25,12 +25,16 @@ MOST_USED = 1e9
 """JSON cannot hold infinity."""
 RELATIVE_ERROR = "rel_l2"
 """The name by which no measure is asked for."""
+OWN = "judge"
+"""The name of the measure that the user's file defines, a function ``judge(output, reference)``."""
 Part = Mapping[str, Tensor]
 """The tensors that a measure compares together, by role: ``boxes``, ``labels``, ``scores``."""
 
 
-Unit = Literal["share", "difference", "dB"]
-"""Of a share and of dB the limit is the least that passes, of a difference the largest."""
+Unit = Literal["share", "difference", "dB", "ratio", "own"]
+"""Of a share and of dB the limit is the least that passes, of a difference and of a ratio, which
+is best at 1, the largest. Of the user's own figures it lies on the bad side of fp32's.
+"""
 
 
 class Figure(NamedTuple):
@@ -42,6 +46,15 @@ class Figure(NamedTuple):
     limit: float | None = None
     """What passes, at least or at most; ``None`` if it decides nothing."""
     unit: Unit = "share"
+    best: float = 1.0
+    """What fp32 itself has, of the user's own."""
+
+    @property
+    def has_least(self) -> bool:
+        """Whether the limit is the least that passes."""
+        if self.unit == "own":
+            return self.limit is None or self.limit <= self.best
+        return self.unit in ("share", "dB")
 
     @property
     def used(self) -> float:
@@ -60,6 +73,12 @@ class Figure(NamedTuple):
             return 1.0 - value
         if self.unit == "dB":
             return float(10 ** (-value / 20))
+        if self.unit == "ratio":
+            return abs(value - 1.0)
+        if self.unit == "own" and math.isfinite(self.best):
+            return self.best - value if self.has_least else value - self.best
+        if self.unit == "own":  # as of a ratio to no noise
+            return 1.0 / value if value > 0 else math.inf
         return value
 
     def shown(self, value: float) -> str:
@@ -68,6 +87,8 @@ class Figure(NamedTuple):
             return percent(value)
         if self.unit == "dB":
             return f"{value:.0f} dB"
+        if self.unit in ("ratio", "own"):
+            return f"{value:.4g}"
         return f"{value:.2g}"
 
     @property
@@ -77,7 +98,7 @@ class Figure(NamedTuple):
         if self.limit is None or self.used <= 1:
             return self.words.format(value)
         limit, beyond, passes = self.shown(self.limit), "less", "at least"
-        if self.unit == "difference":
+        if not self.has_least:
             beyond, passes = "more", "at most"
         if value == limit:
             value = f"{beyond} than {limit}"
@@ -118,13 +139,18 @@ def output_measures() -> dict[str, OutputMeasure]:
 
 
 def check_judge(name: str | None, limits: Sequence[str]) -> None:
-    """Raise :class:`UsageError` for a measure, or a limit, that there is not."""
+    """Raise :class:`UsageError` for a measure, or a limit, that there is not.
+
+    Which figures the user's own measure has is known when it is called.
+    """
     measures = output_measures()
-    names = [*measures, RELATIVE_ERROR]
+    names = [*measures, RELATIVE_ERROR, OWN]
     if name is not None and name not in names:
         raise UsageError(f"There is no measure {name!r}.", f"Choose from: {', '.join(names)}.")
     for key, limit in parse_limits(limits):
         measure, _, figure = key.partition(".")
+        if measure == OWN and figure not in measures:
+            continue
         if measure not in measures:
             raise UsageError(f"There is no measure {measure!r} with limits.", f"Choose from: {', '.join(measures)}.")
         units = measures[measure].limited
@@ -139,10 +165,15 @@ def check_judge(name: str | None, limits: Sequence[str]) -> None:
 
 
 def parse_limits(texts: Sequence[str]) -> tuple[tuple[str, float], ...]:
-    """The limits of figures, from ``boxes.found=0.98``; :class:`UsageError` for another form."""
+    """The limits of figures, from ``boxes.found=0.98``, or ``loudness=2`` of the user's own.
+
+    Raise :class:`UsageError` for another form.
+    """
     limits = []
     for text in texts:
         key, _, value = text.partition("=")
+        if "." not in key:
+            key = f"{OWN}.{key}"
         try:
             limits.append((key, float(value)))
         except ValueError:
@@ -210,7 +241,10 @@ def _meanings(
     """What each measure says that fits, and the tensors that those judge which can tell."""
     meanings: list[Meaning] = []
     taken, judged = set[int](), set[int]()
-    for name, measure in output_measures().items():
+    measures: Mapping[str, OutputMeasure] = output_measures()
+    if form.judge == OWN:
+        measures = {OWN: UsersMeasure(form)}
+    for name, measure in measures.items():
         if form.judge not in (None, name):
             continue
         parts = [part for part in measure.parts(form, reference) if taken.isdisjoint(part.values())]
@@ -221,14 +255,20 @@ def _meanings(
         ours, wanted = ([{role: side[n] for role, n in part.items()} for part in parts] for side in (output, reference))
         try:
             measured = measure.compare(ours, wanted, tolerance)
+        except UsageError:
+            raise
         except Exception as error:  # rel_l2 can tell what a measure cannot
             reason = f"the measure fails: {type_name(error)}: {first_line(message_of(error))}"
             measured = Measured(cannot_tell=reason)
-        why = "--judge" if form.judge else form.kind
+        why = form.kind
+        if form.judge is not None:
+            why = "asked for"
+        elif form.loss:
+            why = f"{why}, trained by cross entropy"
         meanings.append(msgspec.structs.replace(_meaning(name, measured, dict(form.limits)), why=why))
         if not measured.cannot_tell:
             judged |= numbers
-    if form.judge is not None and not meanings:
+    if form.judge not in (None, OWN) and not meanings:
         words = f"The output has nothing to be judged by {form.judge}."
         raise UsageError(words, "Leave out --judge, or return logits, boxes or a picture by their usual names.")
     return meanings, judged
@@ -264,3 +304,67 @@ def _meaning(name: str, measured: Measured, limits: Mapping[str, float]) -> Mean
         limit=worst.loss(worst.limit or 0.0),
         used=min(worst.used, MOST_USED),
     )
+
+
+class UsersMeasure(OutputMeasure):
+    """The user's function ``judge(output, reference)``, which returns numbers by name.
+
+    Which side of a limit passes is told by what it returns for the reference itself.
+    """
+
+    name = OWN
+
+    def __init__(self, form: OutputForm) -> None:
+        self._form = form
+
+    def parts(self, form: OutputForm, output: Sequence[Tensor]) -> list[dict[str, int]]:
+        """All tensors of the output, by their paths."""
+        if form.function is None:
+            return []
+        return [{path: number for number, path in enumerate(form.paths)}]
+
+    def compare(self, output: Sequence[Part], reference: Sequence[Part], tolerance: float) -> Measured:
+        """The numbers, with the limits that the function, the file or an option gives."""
+        fp32 = structured(reference[0])
+        own, best = self._numbers(structured(output[0]), fp32), self._numbers(fp32, fp32)
+        asked = {key.removeprefix(f"{OWN}."): limit for key, limit in self._form.limits if key.startswith(f"{OWN}.")}
+        for name in asked:
+            if name not in own:
+                raise UsageError(f"`judge` returns no number {name!r}.", f"It returns: {', '.join(own) or 'none'}.")
+        figures = {}
+        for name, (value, limit) in own.items():
+            at_best = best.get(name, (math.nan, None))[0]
+            figures[name] = Figure(value, f"{name} {{}}", asked.get(name, limit), "own", at_best)
+        if all(figure.limit is None for figure in figures.values()):
+            return Measured(figures, "no limit is set: --limit NAME=VALUE, or limits = {NAME: VALUE} in the file")
+        return Measured(figures)
+
+    def _numbers(self, output: Any, reference: Any) -> dict[str, tuple[float, float | None]]:
+        """The numbers that the function returns, with limits where it returns pairs."""
+        assert self._form.function is not None
+        numbers = self._form.function(output, reference)
+        if not isinstance(numbers, Mapping):
+            words = f"`judge` returns {type(numbers).__name__}, not a dict of numbers."
+            raise UsageError(words, 'Return numbers by name: {"loudness": 0.3}.')
+        pairs = {str(name): value if isinstance(value, tuple) else (value, None) for name, value in numbers.items()}
+        return {name: (float(value), None if limit is None else float(limit)) for name, (value, limit) in pairs.items()}
+
+
+class NamedTensors(dict[str, Any]):
+    """Tensors by name, as items and as attributes."""
+
+    __getattr__ = dict.__getitem__
+
+
+def structured(tensors: Mapping[str, Tensor]) -> Any:
+    """The output of which these are the tensors by their paths: tensors, tuples, named tensors."""
+    if set(tensors) == {""}:
+        return tensors[""]
+    groups: dict[str, dict[str, Tensor]] = {}
+    for path, tensor in tensors.items():
+        first, _, rest = path.partition(".")
+        groups.setdefault(first, {})[rest] = tensor
+    items = {first: structured(group) for first, group in groups.items()}
+    if not all(name.isdecimal() for name in items):
+        return NamedTensors(items)
+    return tuple(items.get(str(number)) for number in range(max(map(int, items), default=-1) + 1))

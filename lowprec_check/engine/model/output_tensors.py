@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -19,6 +19,15 @@ class OutputForm(NamedTuple):
     """The measure that is asked for; ``None``: those that fit, ``rel_l2``: none."""
     limits: tuple[tuple[str, float], ...] = ()
     """Limits that are asked for, by measure and figure: ``boxes.found``."""
+    loss: str = ""
+    """What it is trained by, which tells what it is: ``classes``, ``binary``."""
+    function: Callable[[Any, Any], Any] | None = None
+    """``judge(output, reference)`` of the user's file, if ``judge`` is that."""
+
+    @property
+    def saved(self) -> tuple[Any, ...]:
+        """What can be pickled, to be made again."""
+        return tuple(self._replace(function=None))
 
 
 class OutputTensors(list[Tensor]):
@@ -38,7 +47,7 @@ class OutputTensors(list[Tensor]):
 
     def as_asked(self, asked: OutputForm) -> OutputTensors:
         """The same output, to be judged as another one is."""
-        return OutputTensors(self, self.form._replace(judge=asked.judge, limits=asked.limits))
+        return OutputTensors(self, asked._replace(kind=self.form.kind, paths=self.form.paths))
 
 
 def form_of(tensors: Sequence[Tensor]) -> OutputForm:

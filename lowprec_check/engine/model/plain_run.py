@@ -331,7 +331,7 @@ def with_verdict(run: Run, status: Status, compared: OutputComparison, paths: Se
     """Return ``run`` with another verdict on its output, of which ``paths`` name the tensors."""
     path = None
     if compared.leaf is not None and len(paths) > 1:
-        path = paths[compared.leaf]
+        path = paths[compared.leaf] or "output"
     rms = compared.rms
     if rms is not None and not math.isfinite(rms):  # JSON cannot hold it
         rms = None
@@ -352,7 +352,11 @@ def with_verdict(run: Run, status: Status, compared: OutputComparison, paths: Se
 def output_tensors(output: Any) -> OutputTensors:
     """The tensors of an output, detached and dense; also of its numbers and NumPy arrays."""
     named = named_output_tensors(output)
-    form = OutputForm(type(output).__name__, tuple(path for path, _ in named))
+    paths = [path for path, _ in named]
+    if isinstance(output, WithLoss):
+        output = output.output
+        paths = [path.removeprefix("output").removeprefix(".") for path in paths]
+    form = OutputForm(type(output).__name__, tuple(paths))
     return OutputTensors((tensor for _, tensor in named), form)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -18,6 +20,7 @@ from lowprec_check.engine.model.function_module import function_line, function_m
 from lowprec_check.engine.model.inputs import BatchMaker, NoBatchError, as_call, call_code, is_function, take_batch
 from lowprec_check.engine.model.observed_training import ObservedTraining
 from lowprec_check.engine.model.optimizer_like import OptimizerLike
+from lowprec_check.engine.model.output_tensors import OutputForm
 from lowprec_check.engine.model.prepared import converted_dtypes
 from lowprec_check.engine.model.training import LossInputs, MakeOptimizer, loss_of
 from lowprec_check.engine.model.user_code import call_function, call_user_code, class_line, is_own_class
@@ -72,7 +75,11 @@ class Target(NamedTuple):
     """Code for the targets, from ``batch``."""
     metric: Callable[[nn.Module], float] | None = None
     judge: str | None = None
-    """The measure that the file asks for, by which its output is judged."""
+    """The measure that the file asks for; :data:`OWN` if that is its own."""
+    judge_function: Callable[[Any, Any], Any] | None = None
+    """Its own, ``judge(output, reference)``, which returns numbers by name."""
+    limits: tuple[tuple[str, float], ...] = ()
+    """Limits of its figures that the file sets."""
     taken: str = ""
     """What of the user's file is the target, and why; empty if it was not taken from a file."""
     source: str | None = None
@@ -173,6 +180,11 @@ class Target(NamedTuple):
         """The model, as its user compiled it."""
         return self.model if self.compiled is None else self.compiled
 
+    def output_form(self, judge: str | None, limits: tuple[tuple[str, float], ...]) -> OutputForm:
+        """How its output is judged if this measure is asked for, and limits beside the file's."""
+        form = OutputForm(judge=judge, limits=(*self.limits, *limits), loss=loss_kind(self.loss))
+        return form._replace(function=self.judge_function)
+
     def call(self, model: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """The function to call: ``model``, by default the target's, then the loss if any."""
         loss, called = self.loss, self.called if model is None else model
@@ -186,6 +198,22 @@ class Target(NamedTuple):
             return WithLoss(output, loss_of(loss, output, LossInputs(args, kwargs, targets)))
 
         return model_and_loss
+
+
+def loss_kind(loss: Any) -> str:
+    """What an output means whose loss this is: ``classes``, ``binary``, or empty if not known."""
+    if isinstance(loss, functools.partial):
+        loss = loss.func
+    names, parts = {getattr(loss, "__name__", "")}, [loss]
+    if is_plain_function(loss):
+        used = inspect.getclosurevars(loss)
+        names |= {*used.unbound, *loss.__code__.co_names}
+        parts += [*used.globals.values(), *used.nonlocals.values()]
+    if "cross_entropy" in names or any(isinstance(part, nn.CrossEntropyLoss) for part in parts):
+        return "classes"
+    if "binary_cross_entropy_with_logits" in names or any(isinstance(part, nn.BCEWithLogitsLoss) for part in parts):
+        return "binary"
+    return ""
 
 
 def make_target(model: nn.Module, inputs: Any, *, calibration: Any = None, **functions: Any) -> Target:

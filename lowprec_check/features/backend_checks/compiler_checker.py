@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lowprec_check.core.preparation import in_eager_mode, on_backend
 from lowprec_check.core.tasks import ModelTask
-from lowprec_check.engine.model.output_tensors import OutputForm
 from lowprec_check.engine.model.plain_run import output_tensors, run_once
 from lowprec_check.engine.model.prepared import Prepared, prepared
 from lowprec_check.engine.model.target import Target
@@ -140,7 +139,7 @@ class CompilerChecker:
         self.rewind()
         with compiled_code_in_eager() if in_eager else contextlib.nullcontext():
             output, _ = run_once(ready, *call, self.task.seed)
-        form = OutputForm(judge=self.task.judge, limits=self.task.limits)
+        form = self.target.output_form(self.task.judge, self.task.limits)
         return output_tensors(output).copied().as_asked(form)
 
     # -- the explanation

@@ -216,7 +216,7 @@ class ConstantTrialsFeature(Feature):
         constants = vanished_constants(run.op_calls.rows(), fp32_state(target.model))
         if not constants:
             return
-        saved = Fp32Outputs.load(task.files)
+        saved = Fp32Outputs.load(task.files, target)
         if saved.probe is not None:
             return
         fp32, dtype = saved.outputs[0], torch_dtype(PRECISIONS.get(task.precision).format)

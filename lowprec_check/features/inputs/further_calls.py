@@ -234,7 +234,7 @@ class FurtherCalls:
                 if size > LARGEST:
                     reason = "further inputs and outputs would take too much memory"
                     break
-                form = tuple(form_of(outputs))
+                form = form_of(outputs).saved
                 inputs.append((number, values, [*outputs]))
             if len(inputs) >= most or left_out > MOST + len(inputs):
                 break
@@ -252,7 +252,7 @@ class FurtherCalls:
             further = FurtherInputs(**task.files.kept(KEPT))
             self._seconds = max(self._seconds, SLOWER * further.seconds)
         result = InputsTried(kind=further.kind, left_out=further.left_out, seed=task.seed)
-        form = OutputForm(*further.form)._replace(judge=task.judge, limits=task.limits)
+        form = self._target.output_form(task.judge, task.limits)
         limit = self._plain.run.tolerance or task.tolerance or 0.0
         largest, near = 0.0, NEAR * limit
         if output_error is not None and output_error.distance is not None:
@@ -271,12 +271,13 @@ class FurtherCalls:
                 break
             on_input(number, result)
             status, distance, shown = "error", math.inf, ""
+            known = OutputTensors(reference, OutputForm(*further.form))
             try:
                 outputs = self._outputs(values)
             except BaseException as error:
                 reraise_interrupt(error)
             else:
-                status, compared = judge(outputs, OutputTensors(reference, form), task.tolerance)
+                status, compared = judge(outputs, known.as_asked(form), task.tolerance)
                 distance = compared.distance
                 if compared.limit:  # that of another figure
                     distance *= limit / compared.limit

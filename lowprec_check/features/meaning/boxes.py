@@ -1,8 +1,8 @@
-"""The measure of detected boxes, as torchvision's detectors return them."""
+"""The measure of detected objects: boxes with labels and scores, and their masks and keypoints."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,63 +18,118 @@ OVERLAP = 0.5
 """The IoU from which two boxes of one label are the same one, as in PASCAL VOC and COCO's AP50."""
 SEEN = 0.3
 """The score from which a box is one that fp32 saw; boxes of initial weights are below it."""
+KEPT = 0.05
+"""The score from which a query of DETR is a box, as for torchvision's detectors."""
+_BY_SOFTMAX = ("DetrObject", "YolosObject", "TableTransformerObject")
+"""Outputs whose last class is "no object"; other kinds of DETR have a sigmoid for each class."""
 
 
 class Boxes(OutputMeasure):
     """Matches boxes one to one by label and IoU; unmatched ones weigh as much as their scores."""
 
     name = "boxes"
-    limited = {"found": "share", "iou": "share", "score": "difference", "mask_iou": "share"}
+    limited = {"found": "share", "iou": "share", "score": "difference", "mask_iou": "share", "keypoints": "difference"}
 
     def parts(self, form: OutputForm, output: Sequence[Tensor]) -> list[dict[str, int]]:
-        """For each image its boxes, labels and scores, and masks if there are any."""
+        """For each image its boxes, labels, scores, masks and keypoints; or DETR's queries."""
         images: dict[str, dict[str, int]] = {}
         for number, path in enumerate(form.paths):
             folder, _, role = path.rpartition(".")
-            if role in (*ROLES, "masks"):
+            if role in (*ROLES, "masks", "keypoints"):
                 images.setdefault(folder, {})[role] = number
-        return [part for part in images.values() if set(ROLES) <= set(part) and _is_list(part, output)]
+        parts = [part for part in images.values() if set(ROLES) <= set(part) and _is_list(part, output)]
+        if {"logits", "pred_boxes"} <= set(form.paths):
+            logits, boxes = form.paths.index("logits"), form.paths.index("pred_boxes")
+            if output[logits].ndim == 3 and output[boxes].shape == (*output[logits].shape[:2], 4):
+                role = "softmax" if form.kind.startswith(_BY_SOFTMAX) else "sigmoid"
+                parts.append({role: logits, "pred_boxes": boxes})
+        return parts
 
     def compare(self, output: Sequence[Part], reference: Sequence[Part], tolerance: float) -> Measured:
         """The share of boxes found, their mean IoU, and the mean difference of their scores."""
-        total = lost = weight = overlap = apart = masks = 0.0
-        examples: list[tuple[float, str]] = []
-        seen = 0
-        for image, (low, fp32) in enumerate(zip(output, reference, strict=True)):
-            scores, own_scores = fp32["scores"].double(), low["scores"].double()
-            seen += int((scores >= SEEN).sum())
-            pairs = _matched(low, fp32)
-            total += float(scores.sum() + own_scores.sum())
-            where = f" of image {image}" if len(reference) > 1 else ""
-            partnered, used = {pair[0] for pair in pairs}, {pair[1] for pair in pairs}
-            for number in set(range(len(scores))) - partnered:
-                lost += float(scores[number])
-                examples.append((float(scores[number]), f"box {number}{where} (score {scores[number]:.2f}) is lost"))
-            for number in set(range(len(own_scores))) - used:
-                score = float(own_scores[number])
-                lost += score
-                examples.append((score, f"a box of score {score:.2f}{where} is one that fp32 lacks"))
-            for wanted, own, iou in pairs:
-                score = float(scores[wanted])
-                weight += score
-                overlap += score * iou
-                apart += score * abs(score - float(own_scores[own]))
-                if "masks" in fp32 and "masks" in low:
-                    masks += score * _mask_iou(low["masks"][own], fp32["masks"][wanted])
-        count = sum(len(part["scores"]) for part in reference)
-        if not total or not count:
+        tally = _Tally()
+        ours, wanted = ([image for part in side for image in _images(part)] for side in (output, reference))
+        for number, (low, fp32) in enumerate(zip(ours, wanted, strict=True)):
+            tally.add(low, fp32, f" of image {number}" if len(wanted) > 1 else "")
+        if not tally.total or not tally.count:
             return Measured(cannot_tell="fp32 finds no box")
-        figures = {"found": Figure(1.0 - lost / total, "{} of the boxes are found, by score", 0.98)}
-        if weight:
-            figures["iou"] = Figure(overlap / weight, "a mean IoU of {}", 0.95)
-            figures["score"] = Figure(apart / weight, "scores {} apart", 0.02, "difference")
-            if any("masks" in part for part in reference):
-                figures["mask_iou"] = Figure(masks / weight, "a mean IoU of masks of {}", 0.95)
         told = ""
-        if not seen:
-            told = f"fp32 is sure of none of its {counted(count, 'box')}"
+        if not tally.seen:
+            told = f"fp32 is sure of none of its {counted(tally.count, 'box')}"
             told += f": no score reaches {SEEN:g}"
-        return Measured(figures, told, [text for _, text in sorted(examples, reverse=True)])
+        return Measured(tally.figures(), told, [text for _, text in sorted(tally.examples, reverse=True)])
+
+
+class _Tally:
+    """Sums over images, weighed by fp32's scores."""
+
+    def __init__(self) -> None:
+        self.total = self.lost = 0.0
+        """Of the scores of all boxes, and of those without a partner."""
+        self.count = self.seen = 0
+        self._sums: dict[str, float] = {}
+        self._weights: dict[str, float] = {}
+        self.examples: list[tuple[float, str]] = []
+
+    def add(self, low: Part, fp32: Part, where: str) -> None:
+        """Add an image, which is called ``where``."""
+        scores, own_scores = fp32["scores"].double(), low["scores"].double()
+        self.count += len(scores)
+        self.seen += int((scores >= SEEN).sum())
+        self.total += float(scores.sum() + own_scores.sum())
+        pairs = _matched(low, fp32)
+        partnered, used = {pair[0] for pair in pairs}, {pair[1] for pair in pairs}
+        for number in set(range(len(scores))) - partnered:
+            score = float(scores[number])
+            self.lost += score
+            self.examples.append((score, f"box {int(fp32['numbers'][number])}{where} (score {score:.2f}) is lost"))
+        for number in set(range(len(own_scores))) - used:
+            score = float(own_scores[number])
+            self.lost += score
+            self.examples.append((score, f"a box of score {score:.2f}{where} is one that fp32 lacks"))
+        for wanted, own, iou in pairs:
+            score = float(scores[wanted])
+            self._add("iou", score, iou)
+            self._add("score", score, abs(score - float(own_scores[own])))
+            if "masks" in fp32 and "masks" in low:
+                self._add("mask_iou", score, _mask_iou(low["masks"][own], fp32["masks"][wanted]))
+            if "keypoints" in fp32 and "keypoints" in low:
+                size = _areas(fp32["boxes"][wanted, None].double()).sqrt()
+                self._add("keypoints", score, _moved(low["keypoints"][own], fp32["keypoints"][wanted]) / float(size))
+
+    def _add(self, name: str, weight: float, value: float) -> None:
+        self._sums[name] = self._sums.get(name, 0.0) + weight * value
+        self._weights[name] = self._weights.get(name, 0.0) + weight
+
+    def figures(self) -> dict[str, Figure]:
+        """The figures of all images."""
+        mean = {name: sum_ / self._weights[name] for name, sum_ in self._sums.items() if self._weights[name]}
+        figures = {"found": Figure(1.0 - self.lost / self.total, "{} of the boxes are found, by score", 0.98)}
+        if "iou" in mean:
+            figures["iou"] = Figure(mean["iou"], "a mean IoU of {}", 0.95)
+            figures["score"] = Figure(mean["score"], "scores {} apart", 0.02, "difference")
+        if "mask_iou" in mean:
+            figures["mask_iou"] = Figure(mean["mask_iou"], "a mean IoU of masks of {}", 0.95)
+        if "keypoints" in mean:
+            figures["keypoints"] = Figure(mean["keypoints"], "keypoints {} of the size apart", 0.025, "difference")
+        return figures
+
+
+def _images(part: Part) -> Iterator[Part]:
+    """Boxes, labels and scores of each image of a part."""
+    if "boxes" in part:
+        yield {"numbers": torch.arange(len(part["scores"])), **part}
+        return
+    if "softmax" in part:
+        probabilities = part["softmax"].double().softmax(-1)[..., :-1]
+    else:
+        probabilities = part["sigmoid"].double().sigmoid()
+    centre, size = part["pred_boxes"].double().split(2, -1)
+    corners = torch.cat([centre - size / 2, centre + size / 2], -1)
+    for scores_of_classes, boxes in zip(probabilities, corners, strict=True):
+        scores, labels = scores_of_classes.max(-1)
+        kept = (scores >= KEPT).nonzero()[:, 0]
+        yield {"boxes": boxes[kept], "labels": labels[kept], "scores": scores[kept], "numbers": kept}
 
 
 def _matched(low: Part, fp32: Part) -> list[tuple[int, int, float]]:
@@ -102,8 +157,8 @@ def _is_list(part: dict[str, int], output: Sequence[Tensor]) -> bool:
     """Whether it has one box, label and score in a row; a batch of images has more dimensions."""
     shapes = [tuple(output[part[role]].shape) for role in ROLES]
     count = shapes[2]
-    has_masks = "masks" not in part or output[part["masks"]].shape[:1] == count
-    return len(count) == 1 and shapes == [(*count, 4), count, count] and has_masks
+    each = all(output[part[role]].shape[:1] == count for role in ("masks", "keypoints") if role in part)
+    return len(count) == 1 and shapes == [(*count, 4), count, count] and each
 
 
 def _iou(boxes: Tensor, others: Tensor) -> Tensor:
@@ -124,3 +179,11 @@ def _mask_iou(mask: Tensor, wanted: Tensor) -> float:
     own, theirs = mask >= 0.5, wanted >= 0.5
     union = int((own | theirs).sum())
     return int((own & theirs).sum()) / union if union else 1.0
+
+
+def _moved(points: Tensor, wanted: Tensor) -> float:
+    """How far the points (x, y, visible) that fp32 sees have moved, as a mean."""
+    visible = wanted[:, 2] > 0
+    if not bool(visible.any()):
+        return 0.0
+    return float((points[visible, :2].double() - wanted[visible, :2].double()).norm(dim=1).mean())

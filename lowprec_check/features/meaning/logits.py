@@ -79,25 +79,33 @@ class Choices(OutputMeasure):
         """
         self.name, self._noun, self._kinds, self._dimension, self._leaves = name, noun, kinds, dimension, leaves
         limited: dict[str, Unit] = {"agree": "share", "kl": "difference"}
+        if name == "tokens":
+            limited["perplexity"] = "ratio"
         if dimension == 1:
             limited["iou"] = "share"
         self.limited = limited
 
     def parts(self, form: OutputForm, output: Sequence[Tensor]) -> list[dict[str, int]]:
-        """The logits."""
-        if form.judge is None and not any(kind in form.kind for kind in self._kinds):
+        """The logits, of tokens with the loss if the model was given labels."""
+        is_trained_so = form.loss == "classes" and self.name != "tokens"
+        if form.judge is None and not is_trained_so and not any(kind in form.kind for kind in self._kinds):
             return []
-        return [
+        parts = [
             {"logits": number}
             for number, path in enumerate(form.paths)
             if path in self._leaves and output[number].is_floating_point() and self._has_classes(output[number])
         ]
+        if len(parts) == 1 and self.name == "tokens" and "loss" in form.paths:
+            loss = form.paths.index("loss")
+            if output[loss].numel() == 1:
+                parts[0]["loss"] = loss
+        return parts
 
     def _has_classes(self, tensor: Tensor) -> bool:
         """Whether its shape is one of logits; features have more channels than pixels classes."""
         if self._dimension == 1:
-            return tensor.ndim >= 4 and tensor.shape[1] <= MOST_CLASSES
-        return tensor.ndim >= 2
+            return tensor.ndim >= 4 and 2 <= tensor.shape[1] <= MOST_CLASSES
+        return tensor.ndim >= 2 and (self.name == "tokens" or tensor.ndim == 2)
 
     def compare(self, output: Sequence[Part], reference: Sequence[Part], tolerance: float) -> Measured:
         """Whether the same is chosen, but for ties, and the divergence of the distributions."""
@@ -123,6 +131,9 @@ class Choices(OutputMeasure):
         if self._dimension == 1:
             untied = torch.where(rows.ties, rows.best, rows.chosen)
             figures["iou"] = Figure(_mean_iou(rows.best, untied, classes), "a mean IoU of {}", 0.98)
+        if "loss" in reference[0]:
+            ratio = (output[0]["loss"].double() - reference[0]["loss"].double()).exp()
+            figures["perplexity"] = Figure(float(ratio), "a perplexity of {} times fp32's", 1.01, "ratio")
         told, sure = "", float(rows.gap.nanmedian())
         if not sure >= SURE:
             told = f"fp32 itself is not sure: its first two choices are {sure:.2g} nats apart (median)"
@@ -137,7 +148,7 @@ class Choices(OutputMeasure):
         at_once = max(1, _AT_ONCE // classes)
         rows = (tensor.reshape(-1, classes).split(at_once) for tensor in (ours, wanted))
         for own, theirs in zip(*rows, strict=True):
-            yield _choice(own.double(), theirs.double(), ROUNDINGS * _rounding(low.dtype))
+            yield _choice(own.double(), theirs.double(), ROUNDINGS * rounding(low.dtype))
 
     def _examples(self, lost: Tensor, apart: Tensor) -> list[str]:
         """Where another is chosen, first where fp32 is surest."""
@@ -146,7 +157,7 @@ class Choices(OutputMeasure):
         return [f"{self._noun} {place} differs: fp32 prefers it by {apart[place]:.2g}" for place in surest[:3].tolist()]
 
 
-def _rounding(dtype: torch.dtype) -> float:
+def rounding(dtype: torch.dtype) -> float:
     """Half a unit in the last place, relative; autocast makes fp32 logits from fp16 or wider."""
     if dtype in (torch.half, torch.bfloat16):
         return torch.finfo(dtype).eps / 2

@@ -8,8 +8,11 @@ from torch import Tensor
 
 from lowprec_check.engine.model.output_measures import Figure, Measured, OutputMeasure, Part
 from lowprec_check.engine.model.output_tensors import OutputForm
+from lowprec_check.features.meaning.audio import Audio
 from lowprec_check.features.meaning.boxes import Boxes
+from lowprec_check.features.meaning.embeddings import Embeddings
 from lowprec_check.features.meaning.logits import Choices
+from lowprec_check.features.meaning.masks import Masks
 from lowprec_check.features.meaning.pictures import Pictures
 from lowprec_check.torchkit.floating_dtypes import is_float
 
@@ -45,4 +48,7 @@ CLASSES = Choices("classes", "class", ("ImageClassifierOutput", "SequenceClassif
 PIXELS = Choices("pixels", "pixel", ("SemanticSegmenterOutput", "OrderedDict"), 1, (*LOGITS, "out"))
 BOXES = Boxes()
 PICTURE = Pictures()
+MASKS = Masks()
+EMBEDDINGS = Embeddings()
+AUDIO = Audio()
 INTEGERS = Integers()

@@ -71,7 +71,7 @@ class MixedDtypesTrials(Feature):
             return
         if not any(gap.kind == "dtype-mismatch" for gap in run.gaps):
             return
-        saved = Fp32Outputs.load(task.files)
+        saved = Fp32Outputs.load(task.files, target)
         if saved.probe is not None:
             return
         with prepared_for(task, target) as ready:

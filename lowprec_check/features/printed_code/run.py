@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -17,7 +18,7 @@ from lowprec_check.analysis.recommend import recommended_run
 from lowprec_check.analysis.snippet import snippet
 from lowprec_check.core.feature_hooks import Feature
 from lowprec_check.core.target_runs import TargetRuns
-from lowprec_check.engine.model.output_measures import parse_limits
+from lowprec_check.engine.model.output_measures import OWN, parse_limits
 from lowprec_check.engine.model.output_tensors import OutputForm
 from lowprec_check.engine.model.plain_run import judge, output_tensors
 from lowprec_check.engine.model.target_source import Load
@@ -75,7 +76,10 @@ def executed(request: CodeRequest) -> CodeTrial:
         with torchvision_works():
             reference = _run(request.in_fp32, names, request.seed).get("output") if request.in_fp32 else None
             # The reference keeps its values if the model changes them in place.
-            expected = output_tensors(reference).mapped(Tensor.clone).as_asked(request.form)
+            form = request.form
+            if form.judge == OWN:
+                form = form._replace(function=names.get(OWN) or _imported(request.code, OWN))
+            expected = output_tensors(reference).mapped(Tensor.clone).as_asked(form)
             after = _run(request.code, names, request.seed)
     except BaseException as error:
         reason = f"{type_name(error)}: {first_line(message_of(error))}"
@@ -95,6 +99,12 @@ def executed(request: CodeRequest) -> CodeTrial:
     elif compared.error.by_meaning is not None:
         reason = compared.error.by_meaning.text
     return msgspec.structs.replace(trial, status="differs", reason=reason)
+
+
+def _imported(code: str, name: str) -> Any:
+    """What the module that ``code`` imports first has by a ``name``; ``None`` if nothing."""
+    module = re.search(r"^from (\S+) import", code, re.MULTILINE)
+    return getattr(sys.modules.get(module[1]), name, None) if module else None
 
 
 def _run(code: str, names: dict[str, Any], seed: int) -> dict[str, Any]:
@@ -168,6 +178,7 @@ def _request(runs: TargetRuns, result: ScanResult, options: ScanOptions) -> Code
     tolerance = None
     if run.status == "ok" and target.weights != "scaled":
         tolerance = runs.tolerance(best.precision, run.backend)
+    form = target.output_form(options.judge or target.judge, parse_limits(options.limit))
     in_fp32 = ""
     if result.is_forward and result.as_given is None:  # the fp32 of several dtypes is not what the file has
         in_fp32 = snippet(result.runs[0].key, result.model, torch_version=result.torch)
@@ -176,7 +187,7 @@ def _request(runs: TargetRuns, result: ScanResult, options: ScanOptions) -> Code
         in_fp32=in_fp32,
         seed=options.seed,
         tolerance=tolerance,
-        form=OutputForm(judge=options.judge or target.judge, limits=parse_limits(options.limit)),
+        form=OutputForm(*form.saved),
         folder=target.folder,
         load=runs.launcher.source.reload if is_inside else None,
     )

@@ -33,7 +33,7 @@ class RangeTrials(Feature):
             rows = places_to_try(report.run.op_calls, low_format.mark)
         if not rows:
             return
-        saved = Fp32Outputs.load(task.files)
+        saved = Fp32Outputs.load(task.files, target)
         if saved.probe is not None:
             return
         with prepared_for(in_fp32(task), target) as ready:
@@ -62,7 +62,7 @@ def _try_clamped(explained: Explained) -> None:
     # Constants with which the run passes have advice of their own.
     if not places or (run.constant_trial is not None and run.constant_trial.status == "ok"):
         return
-    saved = Fp32Outputs.load(task.files)
+    saved = Fp32Outputs.load(task.files, target)
     if saved.probe is not None:
         return
     with prepared_for(task, target) as ready:

@@ -389,16 +389,21 @@ def test_a_wrong_measure_or_limit_is_refused(name: str | None, limits: list[str]
 def test_every_limit_that_can_be_set_is_one_of_a_figure() -> None:
     boxes, labels, scores = some_boxes()
     masks = torch.rand(100, 1, 4, 4)
-    detected = output("list", **{"0.boxes": boxes, "0.labels": labels, "0.scores": scores, "0.masks": masks})
+    points = torch.rand(100, 17, 3)
+    detected = {"boxes": boxes, "labels": labels, "scores": scores, "masks": masks, "keypoints": points}
     picture = torch.rand(1, 3, 16, 16)
     outputs = {
-        "tokens": output("CausalLMOutput", logits=logits(20, 30)),
+        "tokens": output("CausalLMOutput", logits=logits(20, 30), loss=torch.tensor(2.0)),
         "classes": output("ImageClassifierOutput", logits=logits(20, 30)),
         "pixels": output("OrderedDict", out=logits(1, 6, 8, 8)),
-        "boxes": detected,
+        "masks": output("SamImageSegmentationOutput", pred_masks=logits(1, 1, 8, 8)),
+        "boxes": output("list", **{f"0.{name}": tensor for name, tensor in detected.items()}),
+        "audio": output("VitsModelOutput", waveform=picture.reshape(1, -1)),
+        "embeddings": output("dict", text_embeds=logits(5, 30)),
         "picture": output("DecoderOutput", sample=picture),
         "integers": output("tuple", a=picture, b=labels),
     }
+    assert set(outputs) == set(output_measures())
     for name, fp32 in outputs.items():
         limited = output_measures()[name].limited
         check_judge(name, [f"{name}.{figure}=1" for figure in limited])
@@ -428,7 +433,6 @@ def test_the_form_of_an_output_is_told_by_its_class_and_names() -> None:
 
     tensors = output_tensors(Output(logits=torch.ones(2), mask=torch.ones(3)))
     assert tensors.form == OutputForm("Output", ("logits", "mask"))
-    assert {"tokens", "classes", "pixels", "boxes", "picture", "integers"} == set(output_measures())
 
 
 # -- What decides

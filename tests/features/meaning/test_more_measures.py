@@ -1,0 +1,196 @@
+"""Embeddings, sounds, masks, keypoints, DETR's boxes and perplexity equal independent figures."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lowprec_check.engine.model.output_tensors import OutputForm, OutputTensors
+from lowprec_check.engine.model.plain_run import judge
+from lowprec_check.engine.model.torchvision_ops import torchvision_works
+from lowprec_check.schema.meaning import Meaning
+from tests.features.meaning.test_measures import TOLERANCE, logits, meaning, output, some_boxes
+
+
+def told_by(kind: str, name: str, low: Tensor, fp32: Tensor, **form: Any) -> tuple[str, Meaning]:
+    """The status, and what the measure says of one tensor of this name."""
+    outputs = (OutputTensors([tensor], OutputForm(kind, (name,), **form)) for tensor in (low, fp32))
+    return meaning(*outputs)
+
+
+# -- Embeddings
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-3, 0.03, 0.3])
+def test_embeddings_equal_a_plain_loop(noise: float) -> None:
+    fp32 = logits(7, 32, scale=1.0)
+    low = fp32 + logits(7, 32, scale=noise, seed=1)
+    status, told = told_by("CLIPTextModelOutput", "text_embeds", low, fp32)
+    cosines = [float(functional.cosine_similarity(low[i].double(), fp32[i].double(), 0)) for i in range(7)]
+    lengths = [abs(float(low[i].double().norm() / fp32[i].double().norm()) - 1) for i in range(7)]
+
+    def similar(vectors: Tensor, a: int, b: int) -> float:
+        return float(functional.cosine_similarity(vectors[a].double(), vectors[b].double(), 0))
+
+    kept = []
+    for anchor in range(7):
+        others = sorted((each for each in range(7) if each != anchor), key=lambda b: -similar(fp32, anchor, b))
+        for place, near in enumerate(others):
+            kept += [similar(low, anchor, near) > similar(low, anchor, far) for far in others[place + 1 :]]
+    assert told.measure == "embeddings"
+    assert told.figures["cosine"] == pytest.approx(min(cosines), rel=1e-9)
+    assert told.figures["length"] == pytest.approx(max(lengths), abs=1e-9)
+    assert told.figures["neighbours"] == pytest.approx(sum(kept) / len(kept), abs=0.02)  # but for ties
+    by_hand = min(cosines) >= 0.999 and max(lengths) <= 0.05 and told.figures["neighbours"] >= 0.98
+    assert (status == "ok") == by_hand
+
+
+def test_embeddings_that_shrink_fail() -> None:
+    fp32 = logits(4, 32)
+    assert told_by("dict", "image_embeds", fp32 / 2, fp32)[0] == "inaccurate"
+
+
+def test_embeddings_that_are_all_alike_are_judged_by_the_error() -> None:
+    fp32 = torch.ones(5, 32) + logits(5, 32, scale=1e-3)
+    status, told = told_by("dict", "embeddings", fp32 * 1.02, fp32)
+    assert "all alike" in told.cannot_tell
+    assert status == "inaccurate"
+
+
+# -- Audio
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-3, 0.02, 0.2])
+def test_sounds_equal_torchmetrics_and_a_plain_loop(noise: float) -> None:
+    with torchvision_works():
+        from torchmetrics.functional.audio import signal_noise_ratio
+
+    time = torch.arange(4000) / 8000
+    fp32 = torch.stack([(440 * 6.283 * time).sin() * 0.3, (880 * 6.283 * time).cos() * time])
+    low = fp32 + logits(2, 4000, scale=noise, seed=1) * 0.3
+    status, told = told_by("VitsModelOutput", "waveform", low, fp32)
+    if noise:
+        ratio = float(signal_noise_ratio(low.double(), fp32.double()).min())
+        assert told.figures["snr"] == pytest.approx(ratio, abs=1e-6)
+    else:
+        ratio = told.figures["snr"]
+        assert ratio == 200
+    window, distances = torch.hann_window(1024, dtype=torch.float64), []
+    for own, wanted in zip(low.double(), fp32.double(), strict=True):
+        spectra = [
+            [torch.fft.rfft(sound[start : start + 1024] * window).abs() ** 2 for start in range(0, 4000 - 1023, 256)]
+            for sound in (own, wanted)
+        ]
+        floor = max(float(power.max()) for power in spectra[1]) * 1e-4
+        frames = []
+        for a, b in zip(*spectra, strict=True):
+            levels = [math.log10(max(float(x), floor) / max(float(y), floor)) * 10 for x, y in zip(a, b, strict=True)]
+            frames.append(math.sqrt(sum(level**2 for level in levels) / len(levels)))
+        distances.append(sum(frames) / len(frames))
+    assert told.figures["spectrum"] == pytest.approx(max(distances), abs=1e-9)
+    assert (status == "ok") == (ratio >= 40 and max(distances) <= 1)
+
+
+def test_one_silent_channel_cannot_be_judged_by_its_noise() -> None:
+    fp32 = torch.stack([torch.ones(100), torch.zeros(100)])
+    status, told = told_by("AudioPipelineOutput", "audios", fp32, fp32)
+    assert (status, told.cannot_tell) == ("ok", "fp32 is silent")
+
+
+# -- Masks
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05, 1.0])
+def test_masks_equal_torchmetrics(noise: float) -> None:
+    with torchvision_works():
+        from torchmetrics.functional.classification import binary_jaccard_index
+
+    fp32 = logits(2, 3, 16, 16)
+    low = fp32 + logits(2, 3, 16, 16, scale=noise, seed=1)
+    status, told = told_by("SamImageSegmentationOutput", "pred_masks", low, fp32)
+    pairs = zip(low.flatten(0, 1), fp32.flatten(0, 1), strict=True)
+    iou = sum(float(binary_jaccard_index(a >= 0, (b >= 0).long())) for a, b in pairs) / 6
+    agree = float(((low >= 0) == (fp32 >= 0)).double().mean())
+    assert told.measure == "masks"
+    assert told.figures["agree"] == pytest.approx(agree, abs=2e-3)  # but for ties
+    assert told.figures["iou"] == pytest.approx(iou, abs=4e-3)
+    assert (status == "ok") == (told.figures["agree"] >= 0.99 and told.figures["iou"] >= 0.95)
+
+
+def test_what_a_model_is_trained_by_tells_what_its_output_is() -> None:
+    fp32 = logits(2, 1, 16, 16)
+    assert told_by("Tensor", "", fp32, fp32, loss="binary")[1].measure == "masks"
+    assert told_by("Tensor", "", logits(20, 10), logits(20, 10), loss="classes")[1].measure == "classes"
+    assert told_by("Tensor", "", logits(2, 4, 8, 8), logits(2, 4, 8, 8), loss="classes")[1].measure == "pixels"
+    plain = OutputTensors([fp32], OutputForm("Tensor", ("",)))
+    assert judge(plain, plain, TOLERANCE)[1].error.meaning is None
+
+
+# -- Keypoints
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.2, 2.0])
+def test_keypoints_are_compared_in_parts_of_the_object(shift: float) -> None:
+    boxes, labels, scores = some_boxes(20)
+    corner, size = boxes[:, None, :2], boxes[:, None, 2:] - boxes[:, None, :2]
+    points = corner + size * torch.rand(20, 17, 2, generator=torch.Generator().manual_seed(2))
+    seen = (torch.arange(17) % 5 > 0).float().expand(20, 17)[..., None]
+    moved = points + shift * torch.tensor([0.6, 0.8])
+
+    def detected(keypoints: Tensor) -> OutputTensors:
+        tensors = {"boxes": boxes, "labels": labels, "scores": scores, "keypoints": torch.cat([keypoints, seen], -1)}
+        return output("list", **{f"0.{name}": tensor for name, tensor in tensors.items()})
+
+    status, told = meaning(detected(moved), detected(points))
+    sizes = ((boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])).sqrt()
+    by_hand = float((scores * shift / sizes).sum() / scores.sum())
+    assert told.figures["keypoints"] == pytest.approx(by_hand, rel=1e-4, abs=1e-6)
+    assert (status == "ok") == (by_hand <= 0.025)
+
+
+# -- DETR
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_empty"), [("DetrObjectDetectionOutput", True), ("RTDetrObjectDetectionOutput", False)]
+)
+def test_queries_of_detr_are_judged_as_boxes(kind: str, has_empty: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    fp32 = {"logits": torch.full((2, 10, 5), -6.0), "pred_boxes": torch.rand(2, 10, 4, generator=generator) * 0.2 + 0.3}
+    if has_empty:
+        fp32["logits"][..., -1] = 2.0
+    fp32["logits"][0, :4, 1] = fp32["logits"][1, 2, 3] = 8.0
+    low = {name: tensor.clone() for name, tensor in fp32.items()}
+    low["logits"][0, 3, 1] = -6.0
+    low["pred_boxes"][1, 2, :2] += 0.01
+    status, told = meaning(output(kind, **low), output(kind, **fp32))
+    assert status == "inaccurate"
+    if has_empty:
+        scores = fp32["logits"].double().softmax(-1)[..., :-1].amax(-1)
+    else:
+        scores = fp32["logits"].double().sigmoid().amax(-1)
+    strong = scores[scores > 0.5]
+    assert told.figures["found"] == pytest.approx(float(1 - strong[0] / (strong.sum() * 2 - strong[0])))
+    assert told.examples[0] == f"box 3 of image 0 (score {float(strong[0]):.2f}) is lost"
+    assert meaning(output(kind, **fp32), output(kind, **fp32))[0] == "ok"
+
+
+# -- Perplexity
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+def test_with_labels_the_ratio_of_perplexities_counts(noise: float) -> None:
+    fp32, labels = logits(2, 40, 60), torch.randint(0, 60, (80,), generator=torch.Generator().manual_seed(3))
+    low = fp32 + logits(2, 40, 60, scale=noise, seed=1)
+    losses = [functional.cross_entropy(each.reshape(-1, 60), labels) for each in (low, fp32)]
+    outputs = [output("CausalLMOutput", loss=loss, logits=each) for loss, each in zip(losses, (low, fp32), strict=True)]
+    _, told = meaning(*outputs)
+    perplexities = [
+        float(functional.cross_entropy(each.reshape(-1, 60).double(), labels).exp()) for each in (low, fp32)
+    ]
+    assert told.figures["perplexity"] == pytest.approx(perplexities[0] / perplexities[1], rel=1e-5)
