@@ -47,7 +47,6 @@ SCANS: dict[str, tuple[str, ...]] = {
     "bert": (f"transformers:bert,{TINY}",),
     "gpt2": ("transformers:gpt2,n_layer=2,n_embd=64,n_head=4", "-p", "bf16,autocast-bf16"),
     "jit": ("examples/masked_attention.py", "--backend", "eager,jit", "-p", "bf16,autocast-bf16"),
-    "what_if": ("examples/masked_attention.py", "--what-if", "fp8-e4m3,tf32", "-p", "bf16"),
     "spawned": ("examples/whitening.py", "--isolation", "spawn"),
     "planned": ("examples/t5_feed_forward.py", "--plan", "--errors", "accumulated"),
     "xpu": ("examples/spade_decoder.py", "--device", "xpu", "--torch", "2.8"),

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from lowprec_check.analysis.diff import diff_scans
     from lowprec_check.core.scan import scan
     from lowprec_check.engine.model.prepared import Application
-    from lowprec_check.engine.model.quantized_model import QuantizedModel, load_quantized, quantize
     from lowprec_check.errors import UsageError
     from lowprec_check.features.plan.apply import apply
     from lowprec_check.features.plan.planner import find_plan
     from lowprec_check.features.programs.models_of_program import WatchedProgram, watch
     from lowprec_check.features.programs.program_scan import ProgramScan
+    from lowprec_check.features.quantize.quantized_model import QuantizedModel, load_quantized, quantize
     from lowprec_check.report.registry import ReportFormat, render
     from lowprec_check.schema.axes import Backend, Code, Device, Example, UnsupportedOpsError
     from lowprec_check.schema.findings import Recommendation
@@ -33,14 +33,13 @@ if TYPE_CHECKING:
     from lowprec_check.schema.scan_result import Diagnostic, Gap, ModelInfo, ResultError, Run, ScanResult
     from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo
     from lowprec_check.schema.ways_to_train import WayToTrain
-    from lowprec_check.schema.what_if import OperandFormat, WhatIf, WhatIfFormat
 
 _MODULES = {
     name: module
     for module, names in {
         "analysis.diff": ("diff_scans",),
         "engine.model.prepared": ("Application",),
-        "engine.model.quantized_model": ("QuantizedModel", "load_quantized", "quantize"),
+        "features.quantize.quantized_model": ("QuantizedModel", "load_quantized", "quantize"),
         "features.plan.apply": ("apply",),
         "features.plan.planner": ("find_plan",),
         "features.programs.models_of_program": ("WatchedProgram", "watch"),
@@ -59,7 +58,6 @@ _MODULES = {
         "schema.scan_result": ("ModelInfo", "ResultError", "Run", "ScanResult"),
         "schema.verdict": ("ErrorStats", "ExceptionInfo"),
         "schema.ways_to_train": ("WayToTrain",),
-        "schema.what_if": ("OperandFormat", "WhatIf", "WhatIfFormat"),
     }.items()
     for name in names
 }
@@ -81,7 +79,6 @@ __all__ = [
     "ModelInfo",
     "OpCall",
     "OpCalls",
-    "OperandFormat",
     "Plan",
     "Planning",
     "Precision",
@@ -99,8 +96,6 @@ __all__ = [
     "UsageError",
     "WatchedProgram",
     "WayToTrain",
-    "WhatIf",
-    "WhatIfFormat",
     "apply",
     "catalog",
     "diff_scans",

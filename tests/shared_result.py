@@ -17,7 +17,6 @@ from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.plan import Blame, Plan
 from lowprec_check.schema.scan_result import Gap, ModelInfo, Run, ScanResult
 from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo
-from lowprec_check.schema.what_if import WhatIf
 
 ENVIRONMENT: dict[str, Any] = {
     "torch": "2.13.0+cpu",
@@ -244,18 +243,5 @@ def budgeted_result(text: str = "") -> ScanResult:
         elif found.status == "nonfinite":
             reason = text or "the output has NaN or Inf"
             runs[index] = msgspec.structs.replace(found, budget=ErrorBudget(reason=reason))
-    result = msgspec.structs.replace(base, runs=runs, what_if=predictions(text))
+    result = msgspec.structs.replace(base, runs=runs)
     return msgspec.structs.replace(result, diagnostics=diagnose(result))
-
-
-def predictions(text: str = "") -> list[WhatIf]:
-    """One with causes, one with a remark, one without a figure."""
-    shares = [
-        Share(module=text or "head.out", op=text or "aten.addmm.default", source=text or "net.py:9", share=0.61),
-        Share(module="encoder", op="aten.addmm.default", source=None, share=0.3),
-    ]
-    return [
-        WhatIf(format=text or "fp8-e4m3", predicted=0.0412, shares=shares, note=text or None),
-        WhatIf(format="tf32", predicted=3.1e-4, note=text or "left in fp32: scaled_dot_product_efficient_attention"),
-        WhatIf(format="int8-weights", note=text or "the budget of 20 s ended"),
-    ]

@@ -35,7 +35,6 @@ ADDED: dict[str, dict[str, Any]] = {
     "`--further-inputs`": {"further_inputs": 2},
     "`--memory-format`": {"memory_formats": "channels_last"},
     "`--scenario`": {"scenario": "offline"},
-    "`--what-if`": {"what_if": "tf32"},
     "`--plan`": {"plan": True},
     **{f"with {name}": asked for name, asked in MODES.items() if asked},
 }

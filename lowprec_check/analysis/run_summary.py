@@ -29,6 +29,8 @@ def label(run: Run) -> str:
     """Name in reports: ``half``, ``plan (half)``, ``half · inductor``, ``half · predicted``."""
     precision = f"{run.precision}{fill(' ({})', run.base)}"
     name = qualified(precision, run.backend, run.memory_format)
+    if run.without_kernels is not None:
+        name += " · emulated"
     return name if run.evidence == "measured" else f"{name}{PREDICTED}"
 
 

@@ -208,7 +208,9 @@ def prepare(
     torch_version: str = "",
 ) -> ModelCode:
     """The code before the call of :func:`snippet`, and the context of the call."""
-    precision, device = PRECISIONS.get(key.precision), device_type(key.device)
+    precision, device, backend = PRECISIONS.get(key.precision), device_type(key.device), BACKENDS.get(key.backend)
+    layers = keep_fp32
+    keep_fp32 = () if backend.keeps_layers else keep_fp32
     since, provider = _IN_TORCH.get(device, ("", ""))  # a newer torch provides the device itself
     is_old = bool(since and torch_version) and version_key(release_of(torch_version)) < version_key(since)
     place = model.setup[0] if model.setup and model.setup[0].startswith("# in ") else ""
@@ -249,10 +251,10 @@ def prepare(
     else:
         body += converted
     # a backend compiles what was prepared before
-    backend = BACKENDS.get(key.backend).code(key, model)
-    imports += backend.imports
-    body += backend.before
-    return ModelCode(place, model.names, imports, body, autocast, backend.inside, conversion)
+    code = backend.code_keeping(key, model, layers)
+    imports += code.imports
+    body += code.before
+    return ModelCode(place, model.names, imports, body, autocast, code.inside, conversion)
 
 
 def _apply(body: list[str], name: str, method: str, *, in_place: bool = True) -> None:

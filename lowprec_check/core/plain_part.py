@@ -144,8 +144,10 @@ class PlainPart:
         self.outputs = [outputs.as_asked(form) for outputs in calls.outputs]
         self.warnings = calls.warnings
         changed = not task.changes_parameters and _fingerprint(self.ready.model) != before
-        gaps = self.ready.call.gaps if isinstance(self.ready.call, OnBackend) else []
-        so_far = msgspec.structs.replace(so_far.with_fields(gaps=gaps), changes_parameters=changed)
+        if isinstance(self.ready.call, OnBackend):
+            call = self.ready.call
+            so_far = so_far.with_fields(gaps=call.gaps, without_kernels=call.emulated)
+        so_far = msgspec.structs.replace(so_far, changes_parameters=changed)
         run = so_far.run
         if saved is None:
             run = self._as_reference(run)
@@ -185,8 +187,8 @@ class PlainPart:
         run = so_far.run
         if so_far.failed:
             return
-        # The times and the memory of a device are not those of its stand-in.
-        measured = task.measured and task.evidence == "measured"
+        # The times and the memory of a device, or of kernels, are not those of a stand-in.
+        measured = task.measured and task.evidence == "measured" and run.without_kernels is None
         if measured:
             latency_ms, setup_seconds = so_far.seconds * 1e3, None
             if self.is_compiled:

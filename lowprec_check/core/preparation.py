@@ -15,7 +15,7 @@ from lowprec_check.core.trace.plain_modes import withholding
 from lowprec_check.engine.model.prepared import Prepared, prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
-from lowprec_check.schema.axes import BACKENDS, Backend, Call, Example, UnsupportedOpsError
+from lowprec_check.schema.axes import BACKENDS, Backend, Call, Example, UnsupportedOpsError, keeps_layers
 from lowprec_check.schema.findings import Gap
 from lowprec_check.schema.measures import LayerError
 from lowprec_check.schema.precisions import PRECISIONS
@@ -52,7 +52,8 @@ def prepared_for(
         PRECISIONS.get(task.precision),
         torch.device(task.device),
         memory_format=task.memory_format,
-        keep_fp32=task.keep_fp32,
+        # What a backend leaves alone is not what it quantizes: the cast is that of all modules.
+        keep_fp32=() if keeps_layers(task.backend) else task.keep_fp32,
         keep_fp32_inputs=task.keep_fp32_inputs,
         call=target.call(),
         inputs=target.rewound,
@@ -82,18 +83,25 @@ def on_backend(task: ModelTask, target: Target, ready: Prepared) -> Prepared:
     """``ready``, called through the backend of ``task``."""
     if task.backend == EAGER:
         return ready
-    return ready.calling(OnBackend(BACKENDS.get(task.backend), target, ready, task.seed))
+    return ready.calling(OnBackend(BACKENDS.get(task.backend), target, ready, task.seed, task.keep_fp32))
 
 
 class OnBackend:
     """Replaces the call of ``ready``; the backend prepares the model at the first call."""
 
-    def __init__(self, backend: Backend, target: Target, ready: Prepared, seed: int) -> None:
-        self._backend, self._target, self._ready, self._seed = backend, target, ready, seed
+    def __init__(
+        self, backend: Backend, target: Target, ready: Prepared, seed: int, keep: tuple[str, ...] = ()
+    ) -> None:
+        self._backend, self._target, self._ready, self._seed, self._keep = backend, target, ready, seed, keep
         self._call: Callable[..., Any] | None = None
         self.prepared: Callable[..., Any] | None = None
         """What replaces the model, without the loss; ``None`` before the first call."""
         self.gaps: list[Gap] = []
+
+    @property
+    def emulated(self) -> str | None:
+        """Why it computes without the kernels that the backend is about, if it does."""
+        return getattr(self.prepared, "emulated", None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call what the backend prepared, and the loss if there is one."""
@@ -119,7 +127,12 @@ class OnBackend:
         """What the model is prepared for; not kept, since serving it takes no copy of inputs."""
         ready = self._ready
         return Example(
-            args=args, kwargs=kwargs, precision=ready.precision, device=ready.device.type, calibration=self._calibration
+            args=args,
+            kwargs=kwargs,
+            precision=ready.precision,
+            device=ready.device.type,
+            calibration=self._calibration,
+            keep=self._keep,
         )
 
     def _calibration(self) -> Iterator[Call]:

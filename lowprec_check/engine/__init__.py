@@ -1,1 +1,1 @@
-"""What runs a model, or an operator, without a scan: loading, casting, backends, int8, sweeps."""
+"""What runs a model, or an operator, without a scan: loading, casting, backends, sweeps."""

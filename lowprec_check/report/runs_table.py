@@ -124,7 +124,8 @@ def _briefly(run: Run, about: Sequence[Statement], result: ScanResult) -> str:
         if result.environment.get(f"{short}_accelerated") is False:
             texts.append(f"{short} not accelerated")
     is_measured = any(memory_ratio(other, result.runs) is not None for other in result.runs if not other.is_reference)
-    if run.status == "ok" and is_measured and memory_ratio(run, result.runs) is None:
+    has_memory = memory_ratio(run, result.runs) is not None or run.without_kernels is not None
+    if run.status == "ok" and is_measured and not has_memory:
         texts.append("memory not measured")
     return shorten("; ".join(texts), _LONGEST)
 

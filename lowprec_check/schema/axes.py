@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.precisions import PRECISIONS, Precision
-from lowprec_check.schema.registry import Registry, added_by_packages, choices, objects_in
+from lowprec_check.schema.registry import Registry, added_by_packages, choices, modules_of_features, objects_in
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, MemoryFormat, RunKey
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ class Example:
     """Its type, ``cpu``."""
     calibration: Callable[[], Iterable[Call]]
     """Returns inputs to calibrate on: those of the file's ``calibration()``, else the example."""
+    keep: tuple[str, ...] = ()
+    """Paths of layers to leave in :attr:`precision`, for a backend with ``keeps_layers``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +90,9 @@ class Backend:
     """Whether it computes in fewer bits than the precision: fp32 on it is a low-precision run."""
     calibrates: ClassVar[bool] = False
     """Whether it depends on :attr:`Example.calibration`."""
+    keeps_layers: ClassVar[bool] = False
+    """Whether it can leave layers in the precision, so that a plan can keep some of those that
+    :meth:`layer_errors` names."""
     project: ClassVar[str] = ""
     """Where its faults are reported, ``pytorch/pytorch``; empty for the registering package."""
 
@@ -110,6 +115,8 @@ class Backend:
         It is called in the context of the first call: without gradients, under autocast if the
         precision is. Ops that the backend lacks are an :class:`UnsupportedOpsError`; those that it
         computes in fp32 instead may be a list of gaps, the attribute ``gaps`` of what is returned.
+        If it computes without the kernels that the backend is about, its attribute ``emulated`` is
+        the reason; such a run has no times and no memory.
         """
         raise NotImplementedError
 
@@ -133,6 +140,10 @@ class Backend:
     def code(self, key: RunKey, model: ModelInfo) -> Code:
         """Code that does the same as :meth:`prepare`; ``model.call`` is how the model is called."""
         return Code()
+
+    def code_keeping(self, key: RunKey, model: ModelInfo, layers: Sequence[str]) -> Code:
+        """The same, with ``layers`` left in the precision, if :attr:`keeps_layers`."""
+        return self.code(key, model)
 
 
 def replaced(names: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -165,7 +176,11 @@ BACKENDS: Registry[Backend] = Registry(
     "backend",
     Backend,
     lambda: sorted(
-        objects_in("lowprec_check.engine.backends", Backend), key=lambda backend: (backend.name != EAGER, backend.name)
+        [
+            *objects_in("lowprec_check.engine.backends", Backend),
+            *(backend for module in modules_of_features("further_backends") for backend in module.BACKENDS),
+        ],
+        key=lambda backend: (backend.name != EAGER, backend.name),
     ),
     lambda backend: None if isinstance(getattr(backend, "summary", None), str) else "it has no summary",
 )
@@ -182,6 +197,11 @@ def project_of(name: str) -> str:
 def lowers_precision(name: str) -> bool:
     """Whether the backend computes in fewer bits than the precision; false if not installed."""
     return bool(getattr(BACKENDS.find(name), "lowers_precision", False))
+
+
+def keeps_layers(name: str) -> bool:
+    """Whether the backend ``name`` can leave layers alone; false if it is not installed."""
+    return bool(getattr(BACKENDS.find(name), "keeps_layers", False))
 
 
 def calibrates(name: str) -> bool:

@@ -99,6 +99,17 @@ class Timing(Struct, frozen=True, kw_only=True):
     """Items per second of all instances; ``None`` if the batch is unknown."""
 
 
+class Outliers(Struct, frozen=True, kw_only=True):
+    """How far the largest values of weights, or of the inputs of a layer, are from the others."""
+
+    share: float
+    """The share of values that are more than 6 standard deviations from the mean."""
+    channel: int
+    """The channel, an input of the layer, with the largest magnitude."""
+    times: float
+    """How many times as large it is as the largest value of the median channel."""
+
+
 class LayerError(Struct, frozen=True, kw_only=True):
     """Distance of a quantized layer's output from the unquantized one's, on calibration inputs."""
 
@@ -110,6 +121,14 @@ class LayerError(Struct, frozen=True, kw_only=True):
     """rel_l2 of the layer alone, on unquantized inputs; ``None`` if not measured or not finite."""
     accumulated: float | None = None
     """The rel_l2 in the quantized model, with the errors of the layers before it."""
+    alone: float | None = None
+    """The rel_l2 of the model's output if this layer alone is quantized; of a few layers only."""
+    weights: Outliers | None = None
+    """Those of its weights."""
+    activations: Outliers | None = None
+    """Those of its inputs."""
+    left: str | None = None
+    """Why it is not quantized, a clause; ``None`` if it is."""
 
 
 # -- The error budget of a run: which ops, modules and lines its output error comes from

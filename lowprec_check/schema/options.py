@@ -21,7 +21,6 @@ from lowprec_check.schema.measures import Errors, Explain, Reference, Scenario
 from lowprec_check.schema.precisions import PRECISIONS, bases_called, formats, low_names, plan_bases
 from lowprec_check.schema.registry import Registry, choices, words_in
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE, RunKey
-from lowprec_check.schema.what_if import WHAT_IF_FORMATS
 
 FORMS = (
     "mymodel.py, mymodel.py:make_model, package.module:attr, torchvision:NAME, timm:NAME, "
@@ -343,12 +342,6 @@ class ScanOptions(DeclaredOptions):
         group=THOROUGH,
         listed=False,
     )
-    what_if: Names = option(
-        None,
-        f"Predict the error of formats without running them: {', '.join(WHAT_IF_FORMATS.names())}.",
-        details=f"These are {', '.join(f'{chosen.name} ({chosen.summary})' for chosen in WHAT_IF_FORMATS)}.",
-        registry=WHAT_IF_FORMATS,
-    )
     prefer: Prefer = option(
         "speed", "What the recommendation is to gain, among the precisions that pass.", group=OUTPUT, listed=False
     )
@@ -393,7 +386,7 @@ class ScanOptions(DeclaredOptions):
             raise UsageError("No device is named to predict.", "Add --device xpu, cuda or cpu.")
         if not self.train:
             return
-        for name in ("scenario", "what_if", "predict"):
+        for name in ("scenario", "predict"):
             if getattr(self, name):
                 raise UsageError(
                     f"{name} is about the forward pass, not about training.", f"Leave out --{name.replace('_', '-')}."
@@ -444,7 +437,6 @@ class ScanOptions(DeclaredOptions):
             "precisions": self.names_of("precisions"),
             "backends": replaced(self.names_of("backends"))[0],
             "memory_formats": self.names_of("memory_formats"),
-            "what_if": self.what_if or (),
             "steps": self.training_steps,
         }
         names = [name for name, _, _, declared in declared_in(ScanOptions) if declared.saved]

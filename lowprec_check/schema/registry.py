@@ -3,8 +3,7 @@
 Other packages add to an axis through the entry-point group ``lowprec_check.axes``: each entry point
 names a :class:`~lowprec_check.schema.precisions.Precision`, a
 :class:`~lowprec_check.schema.axes.Backend`, a :class:`~lowprec_check.schema.axes.Device`, a
-:class:`~lowprec_check.report.registry.ReportFormat`, a
-:class:`~lowprec_check.schema.what_if.WhatIfFormat` or a
+:class:`~lowprec_check.report.registry.ReportFormat` or a
 :class:`~lowprec_check.schema.ways_to_train.WayToTrain`.
 """
 
@@ -25,7 +24,7 @@ from lowprec_check.errors import UsageError, message_of, type_name
 
 ENTRY_POINTS = "lowprec_check.axes"
 FEATURES = "lowprec_check.features"
-_KINDS = ("Precision", "Backend", "Device", "ReportFormat", "WhatIfFormat", "WayToTrain")
+_KINDS = ("Precision", "Backend", "Device", "ReportFormat", "WayToTrain")
 """The classes of what other packages add; by name, since their modules import this one."""
 
 
@@ -96,8 +95,7 @@ def added_by_packages() -> tuple[tuple[str, Any], ...]:
                 what += " without a name"
             raise UsageError(
                 f"{package} registers {entry.name!r} with lowprec-check, which is {what}.",
-                "Register a Precision, a Backend, a Device, a ReportFormat, a WhatIfFormat or a WayToTrain: "
-                "an object, not its class.",
+                "Register a Precision, a Backend, a Device, a ReportFormat or a WayToTrain: an object, not its class.",
             )
         added.append((package, item))
     return tuple(added)

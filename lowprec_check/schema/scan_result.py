@@ -55,7 +55,6 @@ from lowprec_check.schema.scanned_model import ModelInfo, WeightsOrigin
 from lowprec_check.schema.statements import Statement
 from lowprec_check.schema.training import TrainingRun, TrainingSetup
 from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo, Status
-from lowprec_check.schema.what_if import WhatIf
 
 Part = Literal["runs", "op_calls", "gaps", "diagnostics"]
 Columns = dict[str, list[Any]]
@@ -281,6 +280,14 @@ class Run(Struct, frozen=True, kw_only=True):
     """How the fp32 reference's values are distributed in each module, in order of first run."""
     layer_errors: list[LayerError] = []
     """The errors of the layers that a quantizing backend measured, in the order of the model."""
+    unquantized_error: float | None = None
+    """Of a quantized run: rel_l2 from the output of its precision in eager mode."""
+    weight_bytes: int | None = None
+    """Of a quantized run: the bytes of its parameters and buffers."""
+    unquantized_bytes: int | None = None
+    """Those of the same precision without quantization."""
+    without_kernels: str | None = None
+    """Why its format was emulated, a clause; such a run has no times and no memory."""
     known_ops: list[str] = []
     """Of a predicted run: the aten ops in 16 bits that the catalog has for the device."""
     assumed_ops: list[str] = []
@@ -434,8 +441,8 @@ class ScanResult(Struct, frozen=True, kw_only=True):
     """How the model was trained; ``None`` if only the forward pass was run."""
     as_given: ModelAsGiven | None = None
     """The model as given, if it has several floating dtypes; the runs convert it to one."""
-    what_if: list[WhatIf] = []
-    """The output errors predicted for the formats of ``--what-if``, none of which was run."""
+    what_if: list[Any] = []
+    """Empty; in older files, the output errors predicted for formats that were not run."""
     fixing: Fixing | None = None
     """The patch of the user's source that ``lowprec-check fix`` found, if it was asked for."""
     # For the reader of a report, and for resuming.

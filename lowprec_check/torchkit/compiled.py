@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import types
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from lowprec_check.errors import UsageError
 from lowprec_check.torchkit.installation import minor_version
 from lowprec_check.torchkit.source_location import is_user_code, show_line
 
@@ -94,3 +97,24 @@ def forget_compiled() -> None:
     # Only if anything was compiled: where there is a GPU, a reset imports inductor (seconds).
     if dynamo is not None and hasattr(dynamo, "reset") and dynamo.utils.counters["frames"]:
         dynamo.reset()
+
+
+def check_in_eval_mode(model: torch.nn.Module, way: str) -> None:
+    """Raise :class:`UsageError` if ``model`` is in training mode, but ``way`` is for inference."""
+    if in_training_mode(model):
+        raise UsageError(f"The model is in training mode; {way} is for inference.", "Call model.eval() in your file.")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """No warnings, and no log messages below errors, which some are, too: exporters and libraries
+    that quantize print which kernels they cannot load, and deprecations.
+    """
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

@@ -779,7 +779,7 @@ def test_errors_of_layers_are_no_cause_where_they_are_small() -> None:
         [found] = helps(a_result(msgspec.structs.replace(run, layer_errors=layers)), "LP301", "fp32")
         return found or ""
 
-    assert advice(0.2) == "see the errors of its layers; docs/int8.md lists backends with other ranges"
+    assert advice(0.2) == "see the errors of its layers; docs/quantize.md lists other formats"
     assert "docs/int8.md says of int8 without VNNI" in advice(0.02)
 
 

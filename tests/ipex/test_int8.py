@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowprec_check.engine.quantize.library import library
+from lowprec_check.features.quantize.libraries import library
 
 pytestmark = pytest.mark.skipif(library() != "ipex", reason="needs Intel's extension and the torch that fits it")
 

@@ -78,13 +78,12 @@ NEW_ENTRIES = {
         '        Precision(name="half", kind="cast"',
         '        Precision(name="toy-cast", kind="cast", format=BF16, method="bfloat16"),\n',
     ),
-    "device": ("schema/axes.py", '        Device(name="mps"', '        Device(name="toydevice"),\n'),
-    "format of --what-if": (
-        "schema/what_if.py",
-        '        WhatIfFormat(\n            name="tf32"',
-        '        WhatIfFormat(name="toy-format", summary="int8", weights=OperandFormat("int8", "channel"), '
-        "weights_only=True),\n",
+    "format of eight or four bits": (
+        "features/quantize/formats.py",
+        '    Format(\n        name="nvfp4"',
+        '    Format(name="toy-bits", weights="toy", config="None", imports=()),\n',
     ),
+    "device": ("schema/axes.py", '        Device(name="mps"', '        Device(name="toydevice"),\n'),
 }
 """What takes an entry in a list, the file, the entry that it comes before, and the entry."""
 
@@ -92,14 +91,14 @@ USES = """
 import torch
 import lowprec_check
 from lowprec_check.report.registry import FORMATS
-from lowprec_check.schema.axes import DEVICES
+from lowprec_check.schema.axes import BACKENDS, DEVICES
 
 model, x = torch.nn.Linear(8, 8).eval(), torch.ones(2, 8)
 options = dict(isolation="none", times="off", plan=False, further_inputs=0)
-result = lowprec_check.scan(model, x, precisions="toy-cast", backends="eager,toy", what_if="toy-format", **options)
+result = lowprec_check.scan(model, x, precisions="toy-cast", backends="eager,toy", **options)
 for run in result.runs:
     print("run", run.precision, run.backend, run.status)
-print("error", result.what_if[0].format, result.what_if[0].predicted)
+print("bits", BACKENDS.get("toy-bits").summary)
 print("diagnostic", *(diagnostic.code for diagnostic in result.diagnostics))
 print("format", FORMATS.get("toy").render(result))
 print("device", DEVICES.get("toydevice").name)
@@ -134,7 +133,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
     [
         ("precision", "run toy-cast eager ok"),
         ("backend", "run toy-cast toy ok"),
-        ("format of --what-if", "error toy-format 0."),
+        ("format of eight or four bits", "bits torchao: linear layers with weights in toy"),
         ("diagnostic", "LP998"),
         ("report format", "format ok ok ok"),
         ("device", "device toydevice"),

@@ -92,7 +92,6 @@ def assert_shows(run: Run, result: ScanResult, added: dict[str, Any], mode: dict
         "further_inputs": run.further_inputs is not None and run.further_inputs.tried == 2,
         "memory_formats": run.memory_format == "channels_last",
         "scenario": run.timing is not None,
-        "what_if": bool(result.what_if),
         "stream": result.digest is not None,
     }
     assert {name: marks[name] for name in asked if name in marks} == {name: True for name in asked if name in marks}

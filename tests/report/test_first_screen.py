@@ -60,7 +60,7 @@ def test_a_healthy_model_takes_18_lines() -> None:
     ("result", "most"),
     [
         (shared_result(), 40),
-        (msgspec.structs.replace(budgeted_result(), what_if=[]), 40),
+        (budgeted_result(), 40),
         (predicted_result(), 40),
         (TRAINED, 45),
     ],

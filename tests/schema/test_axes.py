@@ -19,7 +19,7 @@ TOY = '''
 """The axes of another package: two precisions, a backend, a device and a report format."""
 
 from lowprec_check import (
-    Backend, Code, Device, FloatFormat, OperandFormat, Precision, ReportFormat, WayToTrain, WhatIfFormat,
+    Backend, Code, Device, FloatFormat, Precision, ReportFormat, WayToTrain,
 )
 
 FP12 = FloatFormat("float16", "fp12", "f16", 7, -14, 15, tolerance=0.2)
@@ -103,9 +103,6 @@ class Int6(Same):
 
 BACKEND, SAME, HALVED, NOTHING, INT6 = Doubled(), Same(), Halved(), Nothing(), Int6()
 FORMAT, DEVICE = Shout(), Device(name="tpu")
-INT4 = WhatIfFormat(
-    name="int4-weights", summary="weights in int4", weights=OperandFormat("int4", "channel"), weights_only=True
-)
 WAY = WayToTrain(name="toy-way", words="a way of toy", summary="nothing.", order=5, kinds=("cast",))
 '''
 
@@ -302,15 +299,6 @@ def test_a_scan_runs_every_precision_on_every_backend(scanned: Path) -> None:
 def test_a_way_to_train_follows_those_built_in(folder: Path) -> None:
     code = "from lowprec_check.schema.ways_to_train import WAYS; print(*WAYS.names()[-2:])"
     assert python(folder, "-c", code).stdout.split() == ["states-8bit-stochastic", "toy-way"]
-
-
-@pytest.mark.slow
-def test_a_what_if_format_is_predicted(folder: Path) -> None:
-    options = ("-p", "strict-half", "--what-if", "int8-weights,int4-weights", "--json", "-", *FAST)
-    done = call(folder, "scan", "mymodel.py", *options)
-    int8, int4 = json.loads(done.stdout)["what_if"]
-    assert (int8["format"], int4["format"]) == ("int8-weights", "int4-weights")
-    assert 8 < int4["predicted"] / int8["predicted"] < 40  # 127 / 7 levels
 
 
 @pytest.mark.slow

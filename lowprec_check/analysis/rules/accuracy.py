@@ -145,7 +145,7 @@ def _instead(run: Run, result: ScanResult) -> str:
     if run.failed_call:
         return "try what the model keeps between calls in fp32"
     if run.is_quantized:
-        return _for_int8(run, result, best)
+        return _for_quantized(run, result, best)
     if best is not None and best.kept:
         if best.precision == run.precision and best.keep_fp32:
             return "keep the modules in fp32 that the recommendation names"
@@ -161,11 +161,11 @@ def _instead(run: Run, result: ScanResult) -> str:
     return instead(best, result, search_advice(run, result, best, run.failed_batch))
 
 
-def _for_int8(run: Run, result: ScanResult, best: Recommendation | None) -> str:
+def _for_quantized(run: Run, result: ScanResult, best: Recommendation | None) -> str:
     """How to reduce the error of a quantized run, by the errors of its layers."""
     if best is not None and best.backend == run.backend:
         best = None
-    # Layers that explain at least half of the error need other ranges of int8, else other data.
+    # Layers that explain at least half of the error need another format, else other data.
     layer_errors = [layer.accumulated or 0.0 for layer in run.layer_errors]
     calibrated = calibrates(run.backend)
     if calibrated and (run.failed_batch or not layer_errors):
@@ -177,7 +177,7 @@ def _for_int8(run: Run, result: ScanResult, best: Recommendation | None) -> str:
     elif calibrated and result.model.calibration:
         hint = f"the errors of its layers are smaller on the calibration data: {CALIBRATE}"
     else:
-        hint = "the errors of its layers are smaller: see what docs/int8.md says of int8 without VNNI"
+        hint = "the errors of its layers are smaller: see what docs/quantize.md says of int8 without VNNI"
     return instead(best, result, hint)
 
 

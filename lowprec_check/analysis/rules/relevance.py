@@ -46,8 +46,8 @@ ADVICE = {
     "optimizer": "keep the weights and the optimizer's state in fp32: fp32 master weights",
 }
 
-# What to do about int8 that fails on data that it was not calibrated on, or anyway.
-CALIBRATE, OTHER_RANGES = "calibrate on data like that of use", "docs/int8.md lists backends with other ranges"
+# What to do about a quantized run that fails on data that it was not calibrated on, or anyway.
+CALIBRATE, OTHER_RANGES = "calibrate on data like that of use", "docs/quantize.md lists other formats"
 
 
 def advice_for(phase: Phase | None, run: Run, forward: Any) -> Any:

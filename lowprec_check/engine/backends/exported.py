@@ -109,7 +109,7 @@ class GraphBackend(Backend):
         """
         import torch
 
-        from lowprec_check.engine.quantize.quantized import check_in_eval_mode, quiet
+        from lowprec_check.torchkit.compiled import check_in_eval_mode, quiet
         from lowprec_check.torchkit.devices import generator_states, kept_generators
 
         check_in_eval_mode(model, self.name)

@@ -13,7 +13,7 @@ from torch import Tensor
 from lowprec_check.core.feature_hooks import Feature, Measurement
 from lowprec_check.core.messages import Started
 from lowprec_check.core.plain_part import RANDOM, SLOW, PlainPart
-from lowprec_check.core.preparation import OnBackend, in_eager_mode
+from lowprec_check.core.preparation import in_eager_mode
 from lowprec_check.engine.model.input_draws import changed_inputs
 from lowprec_check.engine.model.plain_run import describe_error, judge, with_verdict
 from lowprec_check.engine.model.prepared import Prepared
@@ -233,14 +233,6 @@ def check_compiler(part: PlainPart) -> None:
             report.add(compiler=msgspec.structs.replace(last_check, culprit=checker.bisect()))
 
 
-def add_layer_errors(part: PlainPart) -> None:
-    """Report the errors of the layers that a backend quantized, if the model ran."""
-    call = part.ready.call
-    if isinstance(call, OnBackend) and part.task.measured and not part.report.so_far.failed:
-        with part.ready.context():
-            part.report.add(layer_errors=call.layer_errors())
-
-
 def _compiler_checker(part: PlainPart) -> CompilerChecker:
     return CompilerChecker(part.task, part.target, part.ready, part.rewind, by_dynamo=part.report.run.compiled)
 
@@ -251,7 +243,6 @@ class BackendChecks(Feature):
     measurements = (
         Measurement(10, "comparing with eager mode", check_backend),
         Measurement(40, "checking the compiler", check_compiler),
-        Measurement(50, "comparing the layers", add_layer_errors),
     )
 
 

@@ -37,7 +37,6 @@ from lowprec_check.torchkit.output_comparison import digest_of
 
 NEED_WEIGHTS = {
     "train": "--train",
-    "what_if": "--what-if",
     "scenario": "--scenario",
     "memory_formats": "--memory-format",
 }

@@ -5,35 +5,25 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lowprec_check import ScanResult, UnsupportedOpsError, UsageError, scan
 from lowprec_check.analysis.snippet import snippet
-from lowprec_check.engine.backends import exported, int8, openvino
+from lowprec_check.engine.backends import exported, openvino
 from lowprec_check.engine.backends.exported import GraphBackend
-from lowprec_check.engine.model.model_info import describe_target
-from lowprec_check.engine.model.target import make_target
-from lowprec_check.engine.quantize import library as libraries
-from lowprec_check.engine.quantize.torchao_linear import linear_errors, quantize_linear
 from lowprec_check.schema.axes import BACKENDS, Example
 from lowprec_check.schema.precisions import PRECISIONS
-from lowprec_check.schema.run_key import RunKey
-from lowprec_check.schema.scan_result import Run
 from lowprec_check.torchkit import installation
 from lowprec_check.torchkit.source_location import show_file
 
 missing = {name: installation.missing_packages(*BACKENDS.get(name).packages) for name in ("openvino", "onnxruntime")}  # type: ignore[attr-defined]
 needs_both = pytest.mark.skipif(any(missing.values()), reason=f"needs {missing}")
-needs_torchao = pytest.mark.skipif(not libraries.torchao_fits(), reason="needs a torchao that fits this torch")
 
 
 def example(*args: Any, precision: str = "fp32", **kwargs: Any) -> Example:
@@ -221,7 +211,6 @@ def test_precisions_that_a_library_lacks_are_skipped_with_a_reason(monkeypatch: 
 
     assert "as autocast-bf16" in (reason("openvino", "bfloat16") or "")
     assert "use fp32 or half" in (reason("onnxruntime", "autocast-bf16") or "")
-    assert "use fp32 or bfloat16" in (reason("int8-dynamic", "half") or "")
     assert "use the backend inductor on cuda" in (reason("openvino", "fp32", "cuda") or "")
     for capable, expected in ((["FP32", "BF16"], None), (["FP32"], "computes in fp32 on this CPU, which has no bf16")):
         monkeypatch.setattr(openvino, "_capabilities", lambda capable=capable: capable)
@@ -230,10 +219,8 @@ def test_precisions_that_a_library_lacks_are_skipped_with_a_reason(monkeypatch: 
         assert found is None if expected is None else expected in (found or "")
     monkeypatch.undo()
     monkeypatch.setattr(installation, "installed_version", lambda _: None)
-    monkeypatch.setattr(libraries, "installed_version", lambda _: None)
     for name, packages in (("openvino", "openvino"), ("onnxruntime", "onnxruntime onnxscript")):
         assert (reason(name, "fp32") or "").endswith(f"not installed: pip install {packages}")
-    assert "not installed: pip install torchao==" in (reason("int8-weight-only", "fp32") or "")
 
 
 # -- the libraries themselves, in processes of their own, in which their threads end
@@ -361,131 +348,3 @@ def test_ops_that_the_libraries_lack() -> None:
     codes = {(each.backend, each.code, each.source) for each in result.diagnostics if each.severity == "error"}
     assert ("openvino", "LP104", line_of("# the line of a gap")) in codes
     assert "does not support" in (found.exception.message if found.exception else "")
-
-
-# -- int8 by torchao's configs
-
-
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(64, 32), nn.Linear(32, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x).relu())
-
-
-@needs_torchao
-@pytest.mark.parametrize("backend", [int8.WEIGHT_ONLY, int8.DYNAMIC, int8.SMOOTHQUANT], ids=lambda each: each.name)
-@torch.no_grad()
-def test_int8_linear_layers_are_those_of_torchao(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch._inductor.config as inductor
-
-    model, x = Mlp().eval(), torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
-    reason = backend.skip_reason(PRECISIONS.get("fp32"), "cpu", "contiguous")
-    if reason is not None and "SmoothQuant needs" in reason:
-        pytest.skip(reason)
-    expected, before = model(x), {name: value.clone() for name, value in model.state_dict().items()}
-    info = describe_target(make_target(model, x), Run(precision="fp32", device="cpu", status="ok"))
-    code = snippet(RunKey("fp32", backend.name, "cpu"), info)
-    with inductor.patch(freezing=False), warnings.catch_warnings(action="ignore"):
-        prepared = backend.prepare(model, example(x))
-        values = {"model": Mlp().eval(), "inputs": x}
-        monkeypatch.setattr(torch, "compile", lambda each: each)  # compiled code rounds at other places
-        exec(code, values)
-    found = prepared._orig_mod(x)
-    assert torch.equal(values["output"], found)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    error = float((found - expected).norm() / expected.norm())
-    assert 1e-4 < error < 0.05
-    layers = backend.layer_errors(prepared, model, example(x))
-    assert [(each.module, each.op) for each in layers] == [("first", "linear"), ("last", "linear")]
-    assert layers[1].accumulated == pytest.approx(error)
-    assert layers[0].local == layers[0].accumulated
-    assert 1e-4 < (layers[1].local or 0) < error
-
-
-@needs_torchao
-@pytest.mark.usefixtures("freezing")
-def test_the_printed_code_calibrates_on_batches_like_the_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    if int8.SMOOTHQUANT.skip_reason(PRECISIONS.get("bfloat16"), "cpu", "contiguous") is not None:
-        pytest.skip("SmoothQuant needs another torchao")
-    info = describe_target(
-        make_target(Mlp().eval(), torch.randn(4, 64)), Run(precision="fp32", device="cpu", status="ok")
-    )
-    info = msgspec.structs.replace(info, setup=["inputs = inputs()"], calibration="calibration()")
-    code = snippet(RunKey("bfloat16", int8.SMOOTHQUANT.name, "cpu"), info)
-    file = "def inputs(): return torch.randn(4, 64)\ndef calibration(): yield inputs(); yield inputs()\n"
-    monkeypatch.setattr(torch, "compile", lambda each: each)
-    values = {"model": Mlp().eval(), "torch": torch}
-    with warnings.catch_warnings(action="ignore"):
-        exec(file + code, values)  # below the user's own definitions
-    assert values["output"].dtype == torch.bfloat16
-
-
-@needs_torchao
-@pytest.mark.usefixtures("freezing")
-@torch.no_grad()
-def test_weights_alone_stay_in_int8_when_the_model_is_compiled() -> None:
-    from torch._inductor.utils import run_and_get_code
-
-    x = torch.randn(4, 64)
-    _, codes = run_and_get_code(int8.WEIGHT_ONLY.prepare(Mlp().eval(), example(x)), x)
-    assert any("int8" in code for code in codes)
-
-
-@pytest.fixture
-def freezing() -> Iterator[None]:
-    """What a backend sets for its process stays in the test."""
-    import torch._inductor.config as inductor
-
-    with inductor.patch(freezing=False):
-        yield
-
-
-class WithoutWeight(nn.Linear):
-    """Makes its weight when it is called, as factored layers do."""
-
-    def __init__(self, *size: int) -> None:
-        super().__init__(*size)
-        del self.weight
-
-
-class OddCalls(nn.Module):
-    """Passes arguments of layers by name, computes gradients, draws random numbers, and has layers that torchao leaves
-    alone or that are not called.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.without_weight = WithoutWeight(8, 8)
-        self.first, self.last, self.idle = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(8, 8)
-        self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            x = nn.functional.dropout(self.first(input=x.requires_grad_()), 0.3, training=True)
-            return self.last(input=x + self.attention(x, x, x)[0])
-
-
-@needs_torchao
-@pytest.mark.usefixtures("freezing")
-@torch.no_grad()
-def test_errors_of_linear_layers_are_those_of_the_same_call_and_of_quantized_layers_alone() -> None:
-    torch.manual_seed(0)
-    model, call = OddCalls().eval(), example(torch.randn(2, 4, 64))
-    prepared = int8.DYNAMIC.prepare(model, call)
-    layers = int8.DYNAMIC.layer_errors(prepared, model, call)
-    assert [layer.module for layer in layers] == ["first", "last"]
-    assert all(layer.accumulated is not None and layer.accumulated < 0.05 for layer in layers)  # of other numbers: 0.7
-
-
-@needs_torchao
-@pytest.mark.parametrize(
-    "model", [nn.Conv2d(3, 3, 3), nn.MultiheadAttention(64, 4)], ids=["Conv2d", "MultiheadAttention"]
-)
-def test_a_model_without_a_linear_layer_to_quantize_is_an_error(model: nn.Module) -> None:
-    with pytest.raises(UsageError, match=f"int8 quantizes linear layers, and found none in {type(model).__name__}"):
-        quantize_linear(model.eval(), "Int8WeightOnlyConfig", None, freezes=False)
-    assert linear_errors(Sum(), Sum(), list) == []

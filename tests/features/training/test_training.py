@@ -409,7 +409,7 @@ def test_options_that_need_training() -> None:
     with pytest.raises(UsageError, match="steps is 0"):
         scan(small_net(), batch(), train=True, steps=0)
     with pytest.raises(UsageError, match="forward pass"):
-        scan(small_net(), batch(), train=True, what_if="tf32")
+        scan(small_net(), batch(), train=True, scenario="offline")
 
 
 def test_a_loss_that_is_not_a_scalar() -> None:

@@ -22,7 +22,7 @@ class ExtensionUpdates(OptimizerUpdates):
     """
 
     def __init__(self, model: Any, make: Callable[..., Any], options: dict[str, Any]) -> None:
-        from lowprec_check.engine.quantize.quantized import quiet
+        from lowprec_check.torchkit.compiled import quiet
 
         super().__init__(model.parameters(), make)
         self.masters = self.parameters

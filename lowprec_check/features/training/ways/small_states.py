@@ -120,7 +120,7 @@ class EightBitWay(WayToTrain):
         return ""
 
     def _class(self) -> Any:
-        from lowprec_check.engine.quantize.quantized import quiet
+        from lowprec_check.torchkit.compiled import quiet
 
         with quiet():
             return eight_bit_states()

@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import math
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from lowprec_check.errors import UsageError, type_name
 from lowprec_check.schema.axes import Call
-from lowprec_check.schema.measures import LayerError
-from lowprec_check.torchkit.compiled import in_training_mode
-
-# -- Hides what the quantization libraries print: kernels that they cannot load, deprecations
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """No warnings, and no log messages below errors, which some of them are, too."""
-    before = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
-
+from lowprec_check.schema.measures import LayerError, Outliers
 
 # -- A relative L2 error over several tensors
 
@@ -61,6 +42,42 @@ class SquaredError:
         return found if math.isfinite(found) else None
 
 
+SIGMAS = 6.0
+"""A value further from the mean, in standard deviations, is an outlier."""
+
+
+class OutlierCounter:
+    """Counts outliers of tensors whose last dimension are channels."""
+
+    def __init__(self) -> None:
+        self._outliers = self._values = 0
+        self._largest: Tensor | None = None
+        """The largest magnitude of each channel."""
+
+    def add(self, values: Tensor) -> None:
+        """Add the values of a tensor."""
+        if not values.numel() or not values.is_floating_point():
+            return
+        wide = values.float()
+        far = (wide - wide.mean()).abs() > SIGMAS * wide.std(correction=0)
+        self._outliers += int(far.sum())
+        self._values += values.numel()
+        largest = wide.abs().reshape(-1, wide.shape[-1]).amax(0)
+        if self._largest is not None:
+            largest = torch.maximum(largest, self._largest)
+        self._largest = largest
+
+    def outliers(self) -> Outliers | None:
+        """What was counted; ``None`` without values, or if the largest are all zero or NaN."""
+        if self._largest is None:
+            return None
+        channel = int(self._largest.argmax())
+        times = float(self._largest[channel] / self._largest.median())
+        if not math.isfinite(times):
+            return None
+        return Outliers(share=self._outliers / self._values, channel=channel, times=times)
+
+
 # -- A model whose layers compute in int8, whatever library made it
 
 Calibration = Callable[[], Iterable[Call]]
@@ -80,12 +97,10 @@ class Quantized(Protocol):
         """Write the converted model, and ``extra``, texts by name."""
 
 
-def check_in_eval_mode(model: nn.Module, way: str) -> None:
-    """Raise :class:`UsageError` if ``model`` is in training mode, but ``way`` is for inference."""
-    if in_training_mode(model):
-        raise UsageError(f"The model is in training mode; {way} is for inference.", "Call model.eval() in your file.")
-
-
-def nothing_to_quantize(model: nn.Module, what: str = "convolutions and linear layers") -> UsageError:
+def nothing_to_quantize(
+    model: nn.Module, name: str = "int8", what: str = "convolutions and linear layers", multiple_of: Any = (1, 1)
+) -> UsageError:
     """The error where no layer was quantized: the row would be fp32 under another name."""
-    return UsageError(f"int8 quantizes {what}, and found none in {type_name(model)}.", "Use another backend.")
+    if multiple_of != (1, 1):
+        what += " with in_features of a multiple of {}, and out_features of {}".format(*multiple_of)
+    return UsageError(f"{name} quantizes {what}, and found none in {type_name(model)}.", "Use another backend.")

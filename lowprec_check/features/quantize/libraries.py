@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from lowprec_check.analysis.snippet import conversion_of, convert_nested
 from lowprec_check.catalog.versions import installed_version
 from lowprec_check.errors import UsageError
+from lowprec_check.features.quantize.formats import NEWEST
 from lowprec_check.schema.axes import Call, Code
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.torchkit.installation import extension_problem, minor_version
@@ -17,16 +18,13 @@ from lowprec_check.torchkit.installation import extension_problem, minor_version
 if TYPE_CHECKING:
     from torch import nn
 
-    from lowprec_check.engine.quantize.quantized import Calibration, Quantized
+    from lowprec_check.features.quantize.quantized import Calibration, Quantized
     from lowprec_check.schema.scan_result import ModelInfo
 
 Library = Literal["ipex", "torchao"]
 
 FITTING = {(2, 6): "0.12.0", (2, 7): "0.12.0", (2, 8): "0.13.0", (2, 9): "0.15.0", (2, 10): "0.16.0"}
 """The torchao for a minor version of torch, by torchao's own table."""
-
-NEWEST = "0.18.0"
-"""The torchao for torch 2.11 and later. 0.16 and 0.17 fail in ``convert_pt2e`` on torch 2.13."""
 
 
 def library() -> Library | None:
@@ -73,17 +71,17 @@ def quantize(model: nn.Module, example: Call, calibration: Calibration) -> Quant
     no library is installed that can, the model is in training mode, or no layer of it can be
     quantized.
     """
-    from lowprec_check.engine.quantize.quantized import check_in_eval_mode
+    from lowprec_check.torchkit.compiled import check_in_eval_mode
 
     check_in_eval_mode(model, "static quantization")
     found = library()
     if found is None:
         raise UsageError(f"int8 cannot run here: {missing()}.")
     if found == "ipex":
-        from lowprec_check.engine.quantize.ipex_static import quantize_with_ipex
+        from lowprec_check.features.quantize.ipex_static import quantize_with_ipex
 
         return quantize_with_ipex(model, example, calibration)
-    from lowprec_check.engine.quantize.torchao_pt2e import quantize_with_torchao
+    from lowprec_check.features.quantize.torchao_pt2e import quantize_with_torchao
 
     return quantize_with_torchao(model, example, calibration)
 
@@ -100,10 +98,10 @@ def load(path: str | Path, extra: Iterable[str]) -> tuple[Quantized, dict[str, s
         needed = "Intel's extension and the torch that fits it" if is_script else "torchao"
         raise UsageError(f"Cannot load {path}: it was quantized by {needed}, which this environment lacks.")
     if is_script:
-        from lowprec_check.engine.quantize.ipex_static import load_ipex
+        from lowprec_check.features.quantize.ipex_static import load_ipex
 
         return load_ipex(path, extra)
-    from lowprec_check.engine.quantize.torchao_pt2e import load_torchao
+    from lowprec_check.features.quantize.torchao_pt2e import load_torchao
 
     return load_torchao(path, extra)
 

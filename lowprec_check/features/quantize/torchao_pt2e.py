@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
-from lowprec_check.engine.quantize.quantized import Calibration, SquaredError, nothing_to_quantize, quiet
 from lowprec_check.errors import UsageError
+from lowprec_check.features.quantize.quantized import Calibration, SquaredError, nothing_to_quantize
 from lowprec_check.schema.axes import Call
 from lowprec_check.schema.measures import LayerError
+from lowprec_check.torchkit.compiled import quiet
 from lowprec_check.torchkit.devices import seed_everything
 from lowprec_check.torchkit.pytree import leaves
 
@@ -159,8 +160,9 @@ def layer_errors(fp32: GraphModule, converted: GraphModule, calls: Iterable[Call
         path = ""
         if stack:
             path = str(stack[-1][0]).removeprefix("L['self'].").removeprefix("L__self__.")
-        errors = {"local": local[layer.name].rel_l2, "accumulated": accumulated[layer.name].rel_l2}
-        found.append(LayerError(module=path, op=str(layer.target).removeprefix("aten.").partition(".")[0], **errors))
+        op = str(layer.target).removeprefix("aten.").partition(".")[0]
+        local_error, error = local[layer.name].rel_l2, accumulated[layer.name].rel_l2
+        found.append(LayerError(module=path, op=op, local=local_error, accumulated=error))
     return found
 
 

@@ -22,8 +22,8 @@ from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.model_info import describe_target
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.model.target import make_target
-from lowprec_check.engine.quantize import library as libraries
-from lowprec_check.features.backend_checks.report import quantized_layers
+from lowprec_check.features.quantize import libraries
+from lowprec_check.features.quantize.report import quantized_layers
 from lowprec_check.report.blocks import Table, cell_text
 from lowprec_check.report.registry import render
 from lowprec_check.schema.axes import BACKENDS, Example

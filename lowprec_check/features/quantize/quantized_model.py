@@ -10,9 +10,9 @@ from torch import nn
 
 from lowprec_check.engine.model.prepared import application_of
 from lowprec_check.engine.model.target import Calibration, make_target
-from lowprec_check.engine.quantize import library
-from lowprec_check.engine.quantize.quantized import Quantized
 from lowprec_check.errors import UsageError
+from lowprec_check.features.quantize import libraries
+from lowprec_check.features.quantize.quantized import Quantized
 from lowprec_check.schema.axes import BACKENDS
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.torchkit.devices import kept_generators
@@ -72,7 +72,7 @@ def quantize(
         raise UsageError(f"The model cannot be quantized: {reason}.")
     target = make_target(model, inputs, calibration=calibration)
     with kept_generators(), torch.no_grad(), application_of(chosen).context("cpu"):
-        return QuantizedModel(library.quantize(target.model, target.inputs, target.calibration), chosen.name)
+        return QuantizedModel(libraries.quantize(target.model, target.inputs, target.calibration), chosen.name)
 
 
 def load_quantized(path: str | Path) -> QuantizedModel:
@@ -81,7 +81,7 @@ def load_quantized(path: str | Path) -> QuantizedModel:
     Raises :class:`UsageError` if the file is no such model, or this environment lacks the library.
     Load only files that you trust: torch reads them.
     """
-    quantized, texts = library.load(path, [_PRECISION])
+    quantized, texts = libraries.load(path, [_PRECISION])
     if texts[_PRECISION] not in ("fp32", "autocast-bf16"):
         raise UsageError(f"Cannot load {path}: it was not saved by lowprec_check.quantize.")
     return QuantizedModel(quantized, texts[_PRECISION])

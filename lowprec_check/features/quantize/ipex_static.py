@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowprec_check.engine.quantize.quantized import Calibration, SquaredError, nothing_to_quantize, quiet
 from lowprec_check.errors import UsageError, encodable, message_of, type_name
+from lowprec_check.features.quantize.quantized import Calibration, SquaredError, nothing_to_quantize
 from lowprec_check.schema.axes import Call
 from lowprec_check.schema.measures import LayerError
+from lowprec_check.torchkit.compiled import quiet
 from lowprec_check.torchkit.devices import seed_everything
 from lowprec_check.torchkit.dispatch_mode import AutocastKeys, DispatchMode, run_op
 

@@ -1,1 +1,0 @@
-"""Post-training static quantization to int8, by the library that fits the installed torch."""

@@ -1,1 +1,0 @@
-"""Predicts the output errors of formats that are not run."""
