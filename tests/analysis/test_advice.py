@@ -780,7 +780,7 @@ def test_errors_of_layers_are_no_cause_where_they_are_small() -> None:
         return found or ""
 
     assert advice(0.2) == "see the errors of its layers; docs/quantize.md lists other formats"
-    assert "docs/int8.md says of int8 without VNNI" in advice(0.02)
+    assert "docs/quantize.md says of int8 without VNNI" in advice(0.02)
 
 
 def test_what_no_line_of_the_user_calls_is_at_the_line_of_the_model_only_if_it_is_in_the_model() -> None:

@@ -136,7 +136,7 @@ HOOKS = (
 )
 """The hooks of a feature, in the order of a scan."""
 
-PARTS = {"rules", "measures", "statements", "advice", "report", "diff", "command"}
+PARTS = {"rules", "further_backends", "measures", "statements", "advice", "report", "diff", "command"}
 """The other modules of a feature that are found by their names."""
 
 
