@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from lowprec_check import process
+from lowprec_check.errors import UsageError
 from lowprec_check.schema.options import (
     FORMS,
     OUTPUT,
@@ -118,6 +119,18 @@ def _option(name: str, declared: Declared, text: str) -> Any:
 # -- Commands: their help, and what follows ``--``
 
 
+class OtherCommand(NamedTuple):
+    """A command that is run instead of another one, if that has an option."""
+
+    name: str
+    option: str
+    help: str
+
+
+OTHER_COMMANDS: dict[str, list[OtherCommand]] = {}
+"""By the name of the command instead of which they are run."""
+
+
 class GroupedHelp(TyperCommand):
     """A command whose help lists options in groups: their panels.
 
@@ -149,6 +162,7 @@ class GroupedHelp(TyperCommand):
             else:
                 is_complete = is_complete and not details
             groups.setdefault(panel.removeprefix(UNLISTED), []).append((names, f"{first}{added}"))
+        groups[RUN] += [(other.option, other.help) for other in OTHER_COMMANDS.get(self.name or "", [])]
         for group, records in groups.items():
             if records:
                 with formatter.section(group):
@@ -162,6 +176,21 @@ class WithScriptArguments(GroupedHelp):
     """A command of a target that may be a script: what follows ``--`` is for the script, after the
     target if it is not named before.
     """
+
+    def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """That of the other command if its option is among the arguments."""
+        own = args[: args.index("--")] if "--" in args else args
+        for other in OTHER_COMMANDS.get(self.name or "", []):
+            if other.option in own and parent is not None:
+                command = parent.command.get_command(parent, other.name)
+                known = {name for parameter in command.params for name in parameter.opts}
+                foreign = {name for parameter in self.params for name in parameter.opts} - known
+                for argument in own:
+                    if argument.partition("=")[0] in foreign:
+                        raise UsageError(f"{argument} does not go with {other.option}.", f"Leave out {argument}.")
+                given = [argument for argument in own if argument != other.option]
+                return command.make_context(other.name, [*given, *args[len(own) :]], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Keep what follows ``--`` for :func:`script_arguments`."""

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from lowprec_check.features.programs.program_scan import ProgramScan, ScannedModel
+from lowprec_check.features.programs.program_scan import AGAIN, RECOMMENDED, ProgramScan, ScannedModel
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.precisions import PRECISIONS
-
-RECOMMENDED, AGAIN = "each as recommended", "fp32 again"
-"""Names of runs of the program."""
 
 
 class Assignment(Struct, frozen=True):
@@ -26,10 +23,11 @@ Assignments = Mapping[str, Assignment]
 
 
 def assignments_of(program: ProgramScan) -> Iterator[tuple[str, Assignments]]:
-    """fp32, whose outputs are kept; fp32 again; each model as recommended; all in one precision."""
+    """fp32, whose outputs are kept; each model as recommended, and fp32 again, between which it can
+    be timed; all in one precision.
+    """
     keys = dict.fromkeys(model.key for model in program.models)
     yield "fp32", {}
-    yield AGAIN, {key: Assignment("fp32") for key in keys}
     recommended: dict[str, Assignment] = {}
     for key in keys:
         recommended[key] = Assignment("fp32")
@@ -37,6 +35,7 @@ def assignments_of(program: ProgramScan) -> Iterator[tuple[str, Assignments]]:
             recommended[key] = _assignment_of_methods([model for model in program.models if model.key == key])
     if any(assignment.precision != "fp32" for assignment in recommended.values()):
         yield RECOMMENDED, recommended
+    yield AGAIN, {key: Assignment("fp32") for key in keys}
     names = dict.fromkeys(
         run.precision
         for model in program.models

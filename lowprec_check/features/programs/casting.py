@@ -8,10 +8,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
 from lowprec_check.engine.model.inputs import tensors_named
+from lowprec_check.engine.model.output_measures import RELATIVE_ERROR
+from lowprec_check.engine.model.output_tensors import OutputForm, OutputTensors
+from lowprec_check.engine.model.plain_run import judge
 from lowprec_check.engine.model.prepared import Application, application_of
 from lowprec_check.engine.model.user_code import parameters_of
 from lowprec_check.features.programs.assignments import Assignment, Assignments
@@ -21,7 +25,7 @@ from lowprec_check.process import system
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.torchkit.devices import synchronize
 from lowprec_check.torchkit.floating_dtypes import NARROW, torch_dtype
-from lowprec_check.torchkit.output_comparison import compare_outputs, same_bits
+from lowprec_check.torchkit.output_comparison import same_bits
 from lowprec_check.torchkit.pytree import Copies, leaves, map_tensors, refill, stored
 
 MOST_ELEMENTS, MOST_BYTES = 1 << 20, 1 << 30
@@ -37,22 +41,32 @@ class ProgramCaster(CallWatcher):
     """Casts each model where it is called first, and its inputs and outputs at every call."""
 
     def __init__(
-        self, assigned: Assignments, methods: Iterable[tuple[str, str]], outputs: Path, *, calls: int, most: int | None
+        self,
+        assigned: Assignments,
+        methods: Iterable[tuple[str, str]],
+        outputs: Path,
+        *,
+        calls: int,
+        most: int | None,
+        asked: OutputForm | None = None,
     ) -> None:
         """``methods`` count as calls; ``outputs`` has those of fp32, or will have them.
 
         So many ``calls`` are expected; the program is stopped after the ``most``, if it goes on.
+        Outputs are judged as ``asked``.
         """
         super().__init__()
         self.on_progress: Any = None
         self.errors: list[CallError] = []
         self.problem = ""
         """The exception that ended the program."""
-        self.seconds = 0.0
-        """In calls of models, without their casts of weights."""
+        self._asked = asked or OutputForm()
+        self._tolerance = max((PRECISIONS.get(each.precision).tolerance for each in assigned.values()), default=0.0)
         self._choices, self._methods, self._outputs = assigned, set(methods), outputs
         self._saves = not assigned
-        self._most, self._is_ending = most, False
+        self.at_end: Callable[[], object] = dict
+        """Called when the calls end that fp32 makes too."""
+        self._most, self.is_ending = most, False
         self._elements = min(MOST_ELEMENTS, max(1, MOST_BYTES // (4 * max(calls, 1))))
         self._applied: dict[str, Application] = {}
         self._numbers: dict[tuple[str, str], int] = {}
@@ -69,9 +83,10 @@ class ProgramCaster(CallWatcher):
         key = self.key_of(module)
         with self._lock:
             is_beyond = self._most is not None and sum(self._numbers.values()) >= self._most
-            if is_beyond and not self._is_ending:  # once: a call may take less time than that
+            if is_beyond and not self.is_ending:  # once: a call may take less time than that
                 # What follows cannot be compared; the thread that runs the program ends it
-                self._is_ending = True
+                self.is_ending = True
+                self.at_end()
                 signal.setitimer(signal.ITIMER_REAL, _SOON)
             number = self._numbers.get((key, method), 0) + (not is_beyond)
             self._numbers[key, method] = number
@@ -98,10 +113,16 @@ class ProgramCaster(CallWatcher):
         if is_beyond:
             return output
         synchronize(device)
-        self.seconds += system.monotonic() - start
-        tensors = [tensor for _, tensor in leaves(output)]
-        most = max(self._elements // max(len(tensors), 1), 1)
-        self._compare(key, method, number, integers, [_sample(tensor, most) for tensor in tensors])
+        seconds = system.monotonic() - start
+        named = list(leaves(output))
+        most = max(self._elements // max(len(named), 1), 1)
+        form = self._asked._replace(kind=type(output).__name__, paths=tuple(path for path, _ in named))
+        if any(tensor.numel() > most for _, tensor in named):  # parts have no meaning
+            form = form._replace(judge=RELATIVE_ERROR)
+        tensors = OutputTensors((_sample(tensor, most) for _, tensor in named), form)
+        self.errors.append(
+            msgspec.structs.replace(self._compared(key, method, number, integers, tensors), seconds=seconds)
+        )
         return output
 
     def weight_bytes(self) -> int:
@@ -134,21 +155,25 @@ class ProgramCaster(CallWatcher):
         parts = ((path, self._keys.get(id(part), (part, ""))[1]) for path, part in module.named_modules())
         return [path for path, key in parts if path and key in in_fp32]
 
-    def _compare(self, key: str, method: str, number: int, integers: list[Tensor], output: list[Tensor]) -> None:
-        """Compare a call with that of fp32, by its inputs that are integers and by its output."""
+    def _compared(self, key: str, method: str, number: int, integers: list[Tensor], output: OutputTensors) -> CallError:
+        """A call compared with that of fp32, by its inputs that are integers and by its output."""
         file = self._outputs / f"{key}.{method}-{number}.pt"
         if self._saves:
-            torch.save((integers, output), file)
-            return
+            torch.save((integers, [*output]), file)
+            return CallError(key, number, 0.0, method=method)
         if not file.exists():
-            self.errors.append(CallError(key, number, None, note="fp32 makes no such call", method=method))
-            return
+            return CallError(key, number, None, note="fp32 makes no such call", method=method)
         integers_of_fp32, output_of_fp32 = torch.load(file)
-        compared, note = compare_outputs(output, output_of_fp32), ""
-        error = compared.distance if math.isfinite(compared.distance) else None
+        _, compared = judge(output, OutputTensors(output_of_fp32, output.form), self._tolerance)
+        error, note = None, compared.note or ""
+        if math.isfinite(compared.distance):
+            error = compared.distance
         if not same_bits(integers, integers_of_fp32):
             note = OTHER_INTEGERS
-        self.errors.append(CallError(key, number, error, compared.nonfinite, note or compared.note or "", method))
+        meaning = compared.error.meaning
+        if meaning is None or not meaning.decides:
+            return CallError(key, number, error, compared.nonfinite, note, method)
+        return CallError(key, number, error, compared.nonfinite, note, method, compared.limit, meaning.text)
 
 
 def _in_fp32(tensor: Tensor) -> Tensor:

@@ -9,9 +9,11 @@ from lowprec_check.analysis.findings import groups
 from lowprec_check.analysis.headlines import headlines
 from lowprec_check.analysis.run_summary import candidates, label
 from lowprec_check.analysis.statements.advice import verdict
-from lowprec_check.features.programs.assignments import AGAIN, RECOMMENDED, recommended_assignment
+from lowprec_check.features.programs.assignments import recommended_assignment
 from lowprec_check.features.programs.program_scan import (
+    AGAIN,
     OTHER_INTEGERS,
+    RECOMMENDED,
     CallError,
     ProgramRun,
     ProgramScan,
@@ -111,8 +113,9 @@ def _program_runs(program: ProgramScan) -> Iterator[Block]:
     for run in program.runs:
         last = None
         if run.errors and not run.problem:
-            error = run.errors[-1].error
-            last = ErrorOf(math.inf if error is None else error, run.tolerance)
+            error = run.errors[-1]
+            limit = run.tolerance if error.limit is None else error.limit
+            last = ErrorOf(math.inf if error.error is None else error.error, limit, error.meaning)
         tag = "recommended" if run.name == RECOMMENDED else ""
         variables = {each.name: _cell(each, run.tolerance) for each in run.variables}
         cells = [variables.get(name) for name in names]
@@ -129,7 +132,7 @@ def _charts(program: ProgramScan) -> Iterator[Chart]:
     for number, (name, run) in enumerate(runs, start=1):
         by_model: dict[str, list[tuple[bool, str]]] = {}
         for error in run.errors:
-            figure = "not finite" if error.error is None else f"error {error.error:.1e}"
+            figure = error.meaning or ("not finite" if error.error is None else f"error {error.error:.1e}")
             tip = f"{name}: call {error.call}: {error.note or figure}"
             by_model.setdefault(_model_called(error, program.models), []).append(
                 (not error.exceeds(run.tolerance), tip)
@@ -161,7 +164,7 @@ def _verdict(program: ProgramScan) -> Iterator[Block]:
         failed = next((run for run in program.runs if run.name == "fp32"), None)
         scanned = [model for model in program.models if model.scan is not None]
         if failed is not None:
-            yield Say(f"The program fails when it runs again in fp32: {failed.problem}", "bad", "verdict")
+            yield Say(f"The program cannot run again in fp32: {failed.problem.rstrip('.')}.", "bad", "verdict")
         elif program.stay_in_fp32 and program.complete:
             why = "models pass in 16 bits, but the program parts from fp32 with them"
             yield Say(f"Stay in fp32: {why}.", "bad", "verdict")
@@ -172,10 +175,17 @@ def _verdict(program: ProgramScan) -> Iterator[Block]:
     name, last = _name_of(run, program.models), run.errors[-1] if run.errors else None
     compared = ", ".join(f"{each.name} {_difference(each)}" for each in run.variables)
     memory = _part_of_weights(run, program.runs)
-    if not run.passes or last is None or last.error is None:
+    if run.speed is not None:
+        pace = f"{run.speed:.1f} times as fast" if run.speed > 1 else f"{1 / run.speed:.1f} times as slow"
+        memory = f", about {pace}{memory}"
+    if run.is_late:
+        yield Say(f"{name}: not compared with fp32: {run.problem}.", "bad", "verdict")
+    elif not run.passes or last is None or last.error is None:
         yield Say(f"{name}: not the result of fp32{fill(': {}', compared)}.", "bad", "verdict")
     elif compared:
         yield Say(f"{name}: {compared}{memory}.", "good", "verdict")
+    elif last.meaning:
+        yield Say(f"{name}: the last output is as in fp32: {last.meaning}{memory}.", "good", "verdict")
     else:
         part = f"{100 * last.error / run.tolerance:.0f} % of the tolerance"
         yield Say(f"{name}: the last output is as in fp32, error {last.error:.1e}, {part}{memory}.", "good", "verdict")
@@ -242,7 +252,7 @@ def _where(run: ProgramRun, models: Sequence[ScannedModel]) -> str | None:
     if error.nonfinite:
         what = "has NaN or Inf"
     elif error.error is not None and error.note != OTHER_INTEGERS:
-        what = f"differs by {error.error:.1e}"
+        what = error.meaning or f"differs by {error.error:.1e}"
     return f"{_model_called(error, models)}, call {error.call}: {what}"
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
+import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,12 +15,21 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from lowprec_check.core.session import Session
+from lowprec_check.engine.model.output_measures import parse_limits
+from lowprec_check.engine.model.output_tensors import OutputForm
 from lowprec_check.engine.model.patched_source import use_sources
-from lowprec_check.engine.model.target_spec import NOTICE, OnProgress, TargetSpec
+from lowprec_check.engine.model.target_spec import LOAD_SECONDS, NOTICE, OnProgress, TargetSpec
 from lowprec_check.errors import ProcessLostError, UsageError, first_line, message_of
-from lowprec_check.features.programs.assignments import AGAIN, RECOMMENDED, Assignment, Assignments, assignments_of
+from lowprec_check.features.programs.assignments import Assignment, Assignments, assignments_of
 from lowprec_check.features.programs.program_code import forms_of_code, patched, why_no_code
-from lowprec_check.features.programs.program_scan import PastedCode, ProgramRun, ProgramScan
+from lowprec_check.features.programs.program_scan import (
+    AGAIN,
+    RECOMMENDED,
+    CallError,
+    PastedCode,
+    ProgramRun,
+    ProgramScan,
+)
 from lowprec_check.process import Isolation
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.statements import agree, some
@@ -32,6 +43,10 @@ PROGRAM_SECONDS = 600.0
 """The program is stopped then, and what was seen is scanned."""
 MOST_BLAMED = 4
 """Models that are put back into fp32, one after the other, until the program ends as in fp32."""
+_SHORT, _CLEAR = 0.05, 1.2
+"""Seconds of fp32 from which on a speed is told, if it differs by this factor and by three times as
+much as two runs of fp32.
+"""
 FORGIVEN = 4.0
 """So many times as long it may take in another precision, which the device may not accelerate."""
 
@@ -86,6 +101,8 @@ class _Runs:
     on_progress: OnProgress | None
     compare: Sequence[str]
     made: dict[str, Assignments] = field(default_factory=dict)
+    in_fp32: Sequence[CallError] = ()
+    """The calls of the run of fp32 with whose outputs the others are compared."""
 
     def scanned(self, wanted: Wanted | None = None, earlier: ProgramScan | None = None) -> Iterator[ProgramScan]:
         """Watch it, keep the calls that are ``wanted``, and yield the result after each model."""
@@ -104,9 +121,13 @@ class _Runs:
             run_of = functools.partial(self._run, result, outputs)
             run = _run_by_code(result, assigned, run_of) if name == RECOMMENDED else run_of(name, assigned)
             if not assigned and not run.problem:  # it has only saved its outputs
+                self.in_fp32 = run.errors
                 continue
             by_name = {other.name: other for other in result.runs} | {name: run}
-            result = msgspec.structs.replace(result, runs=list(by_name.values()))
+            runs = sorted(by_name.values(), key=lambda run: run.name != AGAIN)
+            if name == AGAIN:
+                runs = [_timed(each, [self.in_fp32, run.errors]) for each in runs]
+            result = msgspec.structs.replace(result, runs=runs)
             yield result
             if not assigned:  # fp32 failed: there is nothing to compare with
                 return
@@ -120,14 +141,14 @@ class _Runs:
         pasted: Sequence[PastedCode] = (),
     ) -> ProgramRun:
         """The program again, with casts from outside, or by the code in it."""
-        methods = [(model.key, model.method) for model in program.models if model.method]
+        models = {(model.key, model.method): model.name for model in program.models}
         calls, most = sum(model.calls for model in program.models), None
         if assigned:
             most = len(list(outputs.glob("*#*.pt")))
         elif program.was_stopped:
             most = calls
         load = functools.partial(
-            _run_cast, assigned, methods, self.compare, outputs, patched(program, pasted), (calls, most)
+            _run_cast, assigned, models, self.compare, outputs, patched(program, pasted), (calls, most)
         )
         try:
             *_, run = self._session(load, name).grow(_run_of, ProgramRun)
@@ -137,7 +158,9 @@ class _Runs:
         return msgspec.structs.replace(run, name=name, precisions=precisions, code=[*pasted])
 
     def _session(self, load: Callable[[TargetSpec, Any], Any], name: str = "") -> Session[ScanOptions]:
-        seconds, on_progress = FORGIVEN * (self.options.budget or PROGRAM_SECONDS), self.on_progress
+        # The process ends the program before, and says so
+        seconds = LOAD_SECONDS + 2 * FORGIVEN * (self.options.budget or PROGRAM_SECONDS)
+        on_progress = self.on_progress
         if name:
             on_progress = _named(on_progress, name)
         return Session(self.spec, self.options, self.isolation, seconds, on_progress, load=load)
@@ -155,6 +178,28 @@ def _run_by_code(program: ProgramScan, assigned: Assignments, run_of: Callable[.
                 return run
             why = f"There is no code to paste: what was tried {_fault(run)}."
     return msgspec.structs.replace(run_of(RECOMMENDED, assigned), no_code=why)
+
+
+def _timed(run: ProgramRun, in_fp32: Sequence[Sequence[CallError]]) -> ProgramRun:
+    """A run with its speed against two of fp32, before and after it, if that is clear."""
+    if run.name == AGAIN or run.problem:
+        return run
+    counted = [_typical_seconds(errors) for errors in (*in_fp32, run.errors)]
+    before, after, own = (sum(seconds.values()) for seconds in counted)
+    if not own or min(before, after) < _SHORT or any(seconds.keys() != counted[0].keys() for seconds in counted):
+        return run
+    speed = math.sqrt(before * after) / own
+    if abs(math.log(speed)) < max(math.log(_CLEAR), 3 * abs(math.log(after / before))):
+        return run
+    return msgspec.structs.replace(run, speed=speed)
+
+
+def _typical_seconds(errors: Sequence[CallError]) -> dict[tuple[str, str, int], float]:
+    """Of the calls of each model, of which there are so many: their number times the median."""
+    seconds: dict[tuple[str, str], list[float]] = {}
+    for error in errors:
+        seconds.setdefault((error.model, error.method), []).append(error.seconds)
+    return {(*key, len(times)): len(times) * statistics.median(times) for key, times in seconds.items()}
 
 
 def _fault(run: ProgramRun) -> str:
@@ -184,7 +229,7 @@ def missed_calls(result: ProgramScan) -> Wanted:
 def key_to_blame(result: ProgramScan) -> str | None:
     """The model from which the recommended run parts; ``None`` if it ends as fp32 does."""
     run = next((run for run in result.runs if run.name == RECOMMENDED), None)
-    if run is None or run.passes:
+    if run is None or run.passes or run.is_late:
         return None
     low = {model.key for model, name in zip(result.models, run.precisions, strict=True) if name != "fp32"}
     error, called = run.first_error, [error.model for error in run.errors]
@@ -226,7 +271,10 @@ def _watched(compare: Sequence[str], wanted: Wanted, spec: TargetSpec, options: 
     if narrow:
         note = f"{some(narrow)} {agree(len(narrow), 'has', 'have')} weights in 16 bits or fewer in the script"
         program.notes += (f"{note}: runs of the program are compared with the script as it is, not with fp32",)
-    check_variables(compare, ended)
+    check_variables(compare, ended, was_stopped=program.was_stopped)
+    missing = [name for name in compare if name not in ended]
+    if missing:
+        program.notes += (f"{some(missing)} cannot be compared: the program was stopped before it was made",)
     return program
 
 
@@ -238,7 +286,7 @@ def _growing_scan(
 
 def _run_cast(
     assigned: Assignments,
-    methods: list[tuple[str, str]],
+    models: Mapping[tuple[str, str], str],
     compare: Sequence[str],
     outputs: Path,
     texts: Mapping[str, str],
@@ -251,22 +299,28 @@ def _run_cast(
     ``calls`` are those that are expected, and the most that it may make.
     """
     from lowprec_check.features.programs.casting import ProgramCaster
-    from lowprec_check.features.programs.running import run_to_end
+    from lowprec_check.features.programs.running import STOPPED, run_to_end
     from lowprec_check.features.programs.variables import VariableComparison
 
     from_outside = dict.fromkeys(assigned, Assignment("fp32")) if texts else assigned
-    caster = ProgramCaster(from_outside, methods, outputs, calls=calls[0], most=calls[1])
+    asked = OutputForm(judge=options.judge, limits=parse_limits(options.limit))
+    caster = ProgramCaster(from_outside, [*models], outputs, calls=calls[0], most=calls[1], asked=asked)
     ended = VariableComparison(compare, outputs, saves=not assigned)
     seconds = FORGIVEN * (options.budget or PROGRAM_SECONDS)
 
     @contextlib.contextmanager
     def watching(variables: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
-        with caster.watching(), ended.watching(variables):
+        caster.at_end = functools.partial(ended.read, variables)
+        with caster.watching():
             yield
+        caster.at_end()
 
     use_sources(texts)
+    is_late = False
     try:
-        run_to_end(spec, options.seed, watching, seconds=seconds)
+        notes = run_to_end(spec, options.seed, watching, seconds=seconds)
+        if not caster.is_ending and any(note.startswith(STOPPED) for note in notes):
+            caster.problem, is_late = f"it did not end within {seconds:g} s", True
     except UsageError as error:
         if not assigned:
             raise
@@ -276,7 +330,13 @@ def _run_cast(
     if texts and not caster.problem:
         missed = [key for key, assignment in assigned.items() if not caster.has_applied(key, assignment)]
         caster.problem = f"it has no effect on {', '.join(missed)}" if missed else ""
-    run = ProgramRun("", [], caster.errors, caster.problem, caster.seconds, caster.weight_bytes(), ended.errors)
+    called = {(error.model, error.method) for error in caster.errors}
+    if not assigned and not caster.problem and len(called) < len(models):
+        number = f"only {len(called)}" if called else "none"
+        caster.problem = f"it calls {number} of its {len(models)} models then, as if it kept results of the run before"
+    seconds = sum(error.seconds for error in caster.errors)
+    weights = caster.weight_bytes()
+    run = ProgramRun("", [], caster.errors, caster.problem, is_late, seconds, None, weights, ended.errors)
     return _Ended(run)
 
 

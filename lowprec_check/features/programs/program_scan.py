@@ -10,6 +10,8 @@ from lowprec_check.schema.base import Struct, write_file
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.scan_result import ScanResult
 
+RECOMMENDED, AGAIN = "each as recommended", "fp32 again"
+"""Names of runs of the program."""
 OTHER_INTEGERS = "gets other integers than in fp32, such as tokens: a choice before it differs"
 """The note of a call that is not to blame for its error."""
 
@@ -67,9 +69,16 @@ class CallError(Struct, frozen=True):
     """Why they cannot be compared, or why they differ."""
     method: str = ""
     """What of the model was called; empty for the module itself."""
+    limit: float | None = None
+    """The largest error that passes, if the output is judged by what it means."""
+    meaning: str = ""
+    """How it differs in what it means: ``97 % of the tokens are equal``."""
+    seconds: float = 0.0
+    """Of the call, with the casts of its inputs and outputs."""
 
-    def exceeds(self, limit: float) -> bool:
-        """Whether it parts from fp32 by more than a tolerance."""
+    def exceeds(self, tolerance: float) -> bool:
+        """Whether it parts from fp32 by more than passes."""
+        limit = tolerance if self.limit is None else self.limit
         return self.nonfinite or self.error is None or self.error > limit or self.note == OTHER_INTEGERS
 
 
@@ -109,9 +118,13 @@ class ProgramRun(Struct, frozen=True):
     errors: list[CallError] = []
     """Of each call that no other model makes, in order; up to the exception if there is one."""
     problem: str = ""
-    """The exception that ended it."""
+    """The exception that ended it, or why it tells nothing."""
+    is_late: bool = False
+    """Whether it was ended for taking too long, which is no fault of a model."""
     seconds: float = 0.0
     """In calls of models, in this one run, with the casts of their inputs and outputs."""
+    speed: float | None = None
+    """How many times as fast as fp32 these calls are, about; ``None`` if noise may be all of it."""
     weight_bytes: int = 0
     """Of the parameters and buffers of the models."""
     variables: list[VariableError] = []
@@ -161,8 +174,12 @@ class ProgramScan(Struct, frozen=True, kw_only=True):
 
     @property
     def fails(self) -> bool:
-        """Whether a model passes in no low precision."""
-        return any(model.scan is not None and model.scan.recommendation is None for model in self.models)
+        """Whether no mixture of precisions gives the result of fp32; if the program did not run
+        again, whether no model passes in a low precision.
+        """
+        if self.runs:
+            return not any(run.name == RECOMMENDED and run.passes for run in self.runs)
+        return not any(model.scan is not None and model.scan.recommendation is not None for model in self.models)
 
     def __repr__(self) -> str:
         """One line per model: its calls, and the status of each run."""

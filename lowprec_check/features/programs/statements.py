@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import msgspec
-
-from lowprec_check.analysis.next_steps import command
 from lowprec_check.analysis.statements.kinds import Made, per_scan
 from lowprec_check.schema.scan_result import ScanResult
 from lowprec_check.schema.statements import say
@@ -17,13 +14,10 @@ FIRST_CALL = "the first call of a model in the script"
 
 @per_scan("first-call", "advice", after="verdict")
 def _first_call(result: ScanResult) -> Iterator[Made]:
-    """What the scan of a script leaves out, and the command that has it."""
+    """What the scan of a script leaves out, and the option that has it."""
     if FIRST_CALL in result.model.taken and result.is_forward:
-        options = result.target_options or []
-        arguments = options[options.index("--") :] if "--" in options else []
         yield say(
-            "the script was stopped at its first call of a model ({model:text}): "
-            "{command:text} scans every model that it calls",
+            "the script was stopped at its first call of a model ({model:text}); "
+            "--program scans every model that it calls",
             model=result.model.name,
-            command=command(msgspec.structs.replace(result, target_options=arguments), "program"),
         )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,14 @@ _PEAK = 255.0
 """The largest value of a pixel of 8 bits."""
 
 
-def check_variables(names: Sequence[str], variables: Mapping[str, Any]) -> None:
-    """Raise :class:`UsageError` for a name that a script does not leave, or that has no values."""
+def check_variables(names: Sequence[str], variables: Mapping[str, Any], *, was_stopped: bool) -> None:
+    """Raise :class:`UsageError` for a name that a script does not leave, unless it was stopped, or
+    that has no values.
+    """
     for name in names:
         if name not in variables:
+            if was_stopped:
+                continue
             raise UsageError(
                 f"--compare {name}: the script has no variable {name} at its end.",
                 "Name a variable of the file itself, not one of a function.",
@@ -42,18 +45,22 @@ class VariableComparison:
 
     def __init__(self, names: Sequence[str], folder: Path, *, saves: bool) -> None:
         self.errors: list[VariableError] = []
-        self._names, self._folder, self._saves = names, folder, saves
+        self._names, self._folder, self._saves, self._is_read = names, folder, saves, False
 
-    @contextlib.contextmanager
-    def watching(self, variables: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
-        """Read them at the end."""
-        yield
+    def read(self, variables: Callable[[], Mapping[str, Any]]) -> None:
+        """Keep or compare them; the first time counts."""
+        if self._is_read:
+            return
+        self._is_read = True
         for number, name in enumerate(self._names):
             value = variables().get(name)
             file = self._folder / f"variable-{number}.pt"
             kept = {"tensors": _tensors(value), "text": value if isinstance(value, str) else None}
             if self._saves:
-                torch.save(kept, file)
+                if name in variables():
+                    torch.save(kept, file)
+            elif not file.exists():  # fp32 was stopped before
+                continue
             elif name not in variables():  # the program was ended early
                 self.errors.append(VariableError(name, None, note="it is not there at the end"))
             else:

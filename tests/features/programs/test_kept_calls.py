@@ -7,26 +7,32 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lowprec_check import watch
+from lowprec_check.engine.model.output_tensors import OutputForm
 from lowprec_check.engine.model.target_spec import TargetSpec
 from lowprec_check.features.programs import calls_of_model
-from lowprec_check.features.programs.assignments import RECOMMENDED, Assignment, assignments_of
+from lowprec_check.features.programs.assignments import Assignment, assignments_of
 from lowprec_check.features.programs.calls_of_model import MOST, CallsOfModel, Room
 from lowprec_check.features.programs.casting import ProgramCaster
 from lowprec_check.features.programs.first_calls import names_of_modules
-from lowprec_check.features.programs.program_file import key_to_blame, missed_calls
+from lowprec_check.features.programs.program_document import program_document
+from lowprec_check.features.programs.program_file import _timed, key_to_blame, missed_calls
 from lowprec_check.features.programs.program_scan import (
+    AGAIN,
     OTHER_INTEGERS,
+    RECOMMENDED,
     CallError,
     ProgramRun,
     ProgramScan,
     ScannedModel,
 )
 from lowprec_check.features.programs.running import run_to_end
+from lowprec_check.report.layout.text import text
 from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.scanned_model import ModelInfo
@@ -231,6 +237,43 @@ def test_another_token_is_no_error_of_the_call_that_gets_it(tmp_path: Path) -> N
     assert [error.note for error in caster.errors] == ["", OTHER_INTEGERS]
 
 
+class CausalLMOutput(dict[str, Tensor]):
+    """Logits of tokens, by the name that transformers has for them."""
+
+
+class TokenModel(nn.Module):
+    """Prefers token 1 to token 0, unless it computes in 16 bits; other logits are large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.tensor([[2.0, 3.0]]))
+
+    def forward(self, x: Tensor) -> CausalLMOutput:
+        """Logits of 64 tokens."""
+        others = torch.full((1, 62), -100.0, dtype=self.first.dtype)
+        return CausalLMOutput(logits=torch.cat([(x * self.first + 4096) - 4096, others], 1)[None])
+
+
+@torch.no_grad()
+def test_an_output_is_judged_by_what_it_means(tmp_path: Path) -> None:
+    def run_in(precision: str, judge: str | None = None) -> CallError:
+        assigned = {"TokenModel#0": Assignment(precision)} if precision else {}
+        caster = ProgramCaster(assigned, [], tmp_path, calls=1, most=None, asked=OutputForm(judge=judge))
+        with caster.watching():
+            TokenModel()(torch.ones(1, 1))
+        assert caster.errors[0].seconds > 0
+        return caster.errors[0]
+
+    run_in("")
+    by_meaning, by_distance = run_in("bfloat16"), run_in("bfloat16", "rel_l2")
+    assert by_meaning.error == 1.0
+    assert "tokens" in by_meaning.meaning
+    assert by_meaning.exceeds(5e-2)
+    assert by_distance.error == pytest.approx(13**0.5 / (13 + 62e4) ** 0.5, rel=1e-3)
+    assert not by_distance.exceeds(5e-2)
+    assert not run_in("fp32").exceeds(0.0)
+
+
 def a_model(name: str, *, kept: list[int]) -> ScannedModel:
     """A model that passes in half."""
     half = Recommendation(precision="half", reason="", code="")
@@ -261,3 +304,43 @@ def test_the_model_from_which_the_program_parts_stays_in_fp32() -> None:
     assert key_to_blame(a_program(CallError("Text#0", 1, 1e-3), other)) == "Text#0"
     assigned = dict(assignments_of(a_program(stay_in_fp32=["Net#0"])))[RECOMMENDED]
     assert {key: each.precision for key, each in assigned.items()} == {"Text#0": "half", "Net#0": "fp32"}
+
+
+def test_a_program_fails_unless_a_mixture_gives_the_result_of_fp32() -> None:
+    right, wrong = CallError("Net#0", 1, 1e-3), CallError("Net#0", 1, 1.0)
+    assert not a_program(right).fails
+    assert a_program(wrong).fails
+    again = ProgramRun(AGAIN, ["fp32", "fp32"], [CallError("Net#0", 1, 0.0)])
+    assert msgspec.structs.replace(a_program(right), runs=[again]).fails
+    # In Python the program does not run again
+    assert not msgspec.structs.replace(a_program(right), runs=[]).fails
+    models = [msgspec.structs.replace(model, scan=None) for model in a_program().models]
+    assert msgspec.structs.replace(a_program(), runs=[], models=models).fails
+
+
+def test_a_late_run_is_blamed_on_no_model() -> None:
+    program = a_program(CallError("Net#0", 1, 1.0))
+    late = msgspec.structs.replace(program.runs[0], is_late=True, problem="it did not end within 2 s")
+    program = msgspec.structs.replace(program, runs=[late])
+    assert key_to_blame(program) is None
+    assert "half: Text, Net" not in text(program_document(program))
+    assert "all half: not compared with fp32: it did not end within 2 s." in text(program_document(program))
+
+
+@pytest.mark.parametrize(
+    ("own", "after", "speed"), [(1.0, 2.0, 2.0), (4.0, 2.0, 0.5), (1.8, 2.0, None), (1.0, 3.2, None), (0.0, 2.0, None)]
+)
+def test_a_speed_is_told_if_it_is_clear(own: float, after: float, speed: float | None) -> None:
+    """One call of twenty is slowed down by something else."""
+
+    def calls(seconds: float) -> list[CallError]:
+        return [CallError("Net#0", call, 0.0, seconds=seconds if call != 7 else 50.0) for call in range(1, 21)]
+
+    run = ProgramRun(RECOMMENDED, ["half", "half"], calls(own))
+    timed = _timed(run, [calls(2.0), calls(after)])
+    assert timed.speed == (None if speed is None else pytest.approx(speed))
+    assert _timed(run, [calls(2.0), calls(2.0)[:-1]]).speed is None
+    assert _timed(run, [[], []]).speed is None
+    screen = " ".join(text(program_document(msgspec.structs.replace(a_program(), runs=[timed]))).split())
+    assert ("about 2.0 times as fast" in screen) == (speed == 2.0)
+    assert ("about 2.0 times as slow" in screen) == (speed == 0.5)

@@ -18,8 +18,8 @@ from lowprec_check.errors import UsageError
 from lowprec_check.features.programs.assignments import Assignment
 from lowprec_check.features.programs.program_code import forms_of_code, patched, why_no_code
 from lowprec_check.features.programs.program_file import _run_cast, _watched
-from lowprec_check.features.programs.program_scan import PastedCode, ProgramRun, ProgramScan
-from lowprec_check.features.programs.variables import VariableComparison
+from lowprec_check.features.programs.program_scan import PastedCode, ProgramRun, ProgramScan, VariableError
+from lowprec_check.features.programs.variables import VariableComparison, check_variables
 from lowprec_check.schema.options import ScanOptions
 
 OPTIONS = ScanOptions()
@@ -32,12 +32,13 @@ class Tried:
         path.write_text(textwrap.dedent(body))
         self.path, self.spec, self.compare = path, TargetSpec(str(path)), compare
         self.seen: ProgramScan = _watched(compare, {}, self.spec, OPTIONS).seen()
-        self.methods = [(model.key, model.method) for model in self.seen.models if model.method]
+        self.methods = {(model.key, model.method): model.name for model in self.seen.models}
         self._run({}, {})
 
     def _run(self, assigned: Mapping[str, Assignment], texts: Mapping[str, str]) -> ProgramRun:
         ended = _run_cast(assigned, self.methods, self.compare, self.path.parent, texts, (1, None), self.spec, OPTIONS)
-        return ended.run
+        untimed = [msgspec.structs.replace(error, seconds=0.0) for error in ended.run.errors]
+        return msgspec.structs.replace(ended.run, errors=untimed)
 
     def assigned(self, precision: str, **others: str) -> dict[str, Assignment]:
         """All models in a precision, but for some, by the names of their classes."""
@@ -109,10 +110,44 @@ def test_a_black_picture_is_called_black(tmp_path: Path) -> None:
 
 def test_a_variable_of_a_program_that_ended_early_is_not_there(tmp_path: Path) -> None:
     for saves, variables in ((True, {"text": "a cat"}), (False, dict[str, str]())):
-        comparison = VariableComparison(["text"], tmp_path, saves=saves)
-        with comparison.watching(functools.partial(dict, variables)):
-            pass
-    assert [(each.error, each.note) for each in comparison.errors] == [(None, "it is not there at the end")]
+        comparison = VariableComparison(["text", "later"], tmp_path, saves=saves)
+        comparison.read(functools.partial(dict, variables))
+    # That fp32 did not leave the other one is said once, by a note
+    assert [(each.name, each.error, each.note) for each in comparison.errors] == [
+        ("text", None, "it is not there at the end")
+    ]
+    with pytest.raises(UsageError, match="no variable later"):
+        check_variables(["later"], {}, was_stopped=False)
+    check_variables(["later"], {}, was_stopped=True)
+
+
+def test_variables_are_compared_where_the_calls_end_that_fp32_makes(tmp_path: Path) -> None:
+    script = tmp_path / "endless.py"
+    script.write_text(
+        "import torch\nnet, n = torch.nn.Linear(2, 2), 0\nwhile True:\n    n += 1\n    net(torch.ones(1, 2))\n"
+    )
+    models = {("Linear#0", ""): "net"}
+    for assigned in ({}, {"Linear#0": Assignment("half")}):
+        run = _run_cast(assigned, models, ["n"], tmp_path, {}, (5, 5), TargetSpec(str(script)), OPTIONS).run
+    assert run.variables == [VariableError("n", 0.0)]
+    assert len(run.errors) == 5
+
+
+def test_a_script_that_keeps_results_cannot_run_again(tmp_path: Path) -> None:
+    script = tmp_path / "kept.py"
+    script.write_text("import torch\ntorch.nn.Linear(2, 2)(torch.ones(1, 2))\n")
+    models = {("Linear#0", ""): "first", ("Linear#1", ""): "second"}
+    run = _run_cast({}, models, (), tmp_path, {}, (2, None), TargetSpec(str(script)), OPTIONS).run
+    assert run.problem == "it calls only 1 of its 2 models then, as if it kept results of the run before"
+
+
+def test_a_program_that_takes_too_long_is_no_fault_of_a_model(tmp_path: Path) -> None:
+    script = tmp_path / "slow.py"
+    script.write_text("import time, torch\ntorch.nn.Linear(2, 2)(torch.ones(1, 2))\ntime.sleep(100)\n")
+    options = ScanOptions(budget=0.1)
+    run = _run_cast({}, {("Linear#0", ""): "net"}, (), tmp_path, {}, (1, None), TargetSpec(str(script)), options).run
+    assert run.is_late
+    assert run.problem == "it did not end within 0.4 s"
 
 
 def test_a_text_that_is_another_is_not_the_result(tmp_path: Path) -> None:

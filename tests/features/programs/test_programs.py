@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from conftest import Call
 from helpers import screen_of
 from program_parts import PARTS
 from shared_result import shared_result
@@ -22,14 +23,14 @@ from torch import Tensor, nn
 from lowprec_check import UsageError, watch
 from lowprec_check.engine.model.target_spec import TargetSpec
 from lowprec_check.features.programs import watching
-from lowprec_check.features.programs.assignments import RECOMMENDED, Assignment, assignments_of
+from lowprec_check.features.programs.assignments import Assignment, assignments_of
 from lowprec_check.features.programs.calls_of_model import MOST, CallsOfModel
 from lowprec_check.features.programs.casting import ProgramCaster
 from lowprec_check.features.programs.models_of_program import _progress_of
 from lowprec_check.features.programs.program_document import program_document
 from lowprec_check.features.programs.program_file import scan_program_file
 from lowprec_check.features.programs.program_reports import check_format, program_report
-from lowprec_check.features.programs.program_scan import CallError, ProgramRun, ProgramScan, ScannedModel
+from lowprec_check.features.programs.program_scan import RECOMMENDED, CallError, ProgramRun, ProgramScan, ScannedModel
 from lowprec_check.features.programs.watching import CallWatcher
 from lowprec_check.report.layout.text import text
 from lowprec_check.report.registry import FORMATS
@@ -365,7 +366,7 @@ def test_a_program_that_runs_only_once_says_nothing_of_its_models() -> None:
     run = ProgramRun("fp32", ["fp32"], problem="FileExistsError: out.png")
     result = ProgramScan(tool="lowprec-check", target="infer.py", models=[model], runs=[run])
     screen = text(program_document(result))
-    assert "The program fails when it runs again in fp32: FileExistsError: out.png" in screen
+    assert "The program cannot run again in fp32: FileExistsError: out.png" in screen
     assert "Stay in fp32" not in screen
 
 
@@ -408,15 +409,25 @@ def test_a_page_draws_the_calls_of_each_run() -> None:
 def test_a_scan_of_a_script_says_beside_its_verdict_what_it_left_out() -> None:
     result = shared_result()
     taken = "called at infer.py:7, the first call of a model in the script"
-    options = ["--weights", "net.pt", "--", "--prompt", "a cat"]
     model = msgspec.structs.replace(result.model, taken=taken)
-    result = msgspec.structs.replace(result, target="my infer.py", target_options=options, model=model)
-    screen = " ".join(screen_of(result).split())
-    assert "lowprec-check program 'my infer.py'" in screen
-    assert "-- --prompt 'a cat' scans every model that it calls" in screen
-    assert "net.pt" not in screen.partition("was stopped at")[2].partition("scans every")[0]
+    screen = " ".join(screen_of(msgspec.structs.replace(result, model=model)).split())
+    assert "(Whitening); --program scans every model that it calls." in screen
     assert screen.index("was stopped at its first call of a model (Whitening)") < screen.index("run status")
     assert "was stopped at" not in screen_of(shared_result())
+
+
+def test_scan_hands_over_to_program(script: Any, call: Call, tmp_path: Path) -> None:
+    path = script("import sys\nnet = nn.Linear(2, 2)\nnet(torch.ones(1, 2) * float(sys.argv[1]))\n")
+    saved = tmp_path / "result.json"
+    done = call("scan", path, "--program", "-p", "half", "--json", saved, "--", "3")
+    assert done.returncode == 0, done.stderr
+    assert [model["name"] for model in json.loads(saved.read_text())["models"]] == ["net"]
+    for option in ("--weights", "--fail-on=never"):
+        done = call("scan", path, "--program", option)
+        assert done.returncode == 2
+        assert f"{option} does not go with --program." in done.stderr
+    assert "--program " in call("scan", "--help").stdout
+    assert "--program " not in call("plan", "--help").stdout
 
 
 def test_sarif_has_a_run_for_each_model() -> None:
