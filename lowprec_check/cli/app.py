@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.machinery
 import os
+import pkgutil
 import shutil
 import signal
 import sys
@@ -14,10 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperGroup
+from typer.main import get_command
 
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.process.interpreter import change_folder, current_folder
-from lowprec_check.schema.base import check_file
 
 if TYPE_CHECKING:
     from lowprec_check.report.blocks import Document
@@ -30,19 +33,72 @@ Ended = tuple[Result, BaseException | None]
 FINDINGS, USAGE_ERROR, TOOL_FAILED, INTERRUPTED = 1, 2, 3, 130
 """The exit codes other than 0."""
 
-COMMAND_ORDER = ("scan", "plan", "fix", "compat", "report", "diff", "op", "catalog", "explain", "env")
-"""The order of the commands in the help, most used first; others follow."""
+PACKAGE = "lowprec_check"
+COMMANDS = {
+    "scan": ("cli.scan", "Run a model in fp32, half, bfloat16 and autocast."),
+    "plan": ("features.plan.command", "Find the modules that must stay in fp32."),
+    "fix": ("features.fix.command", "Find a patch of the model's source with which it passes."),
+    "compat": ("cli.compat", "Scan many models and write a compatibility matrix."),
+    "report": ("cli.report", "Write a saved scan as a page, Markdown, SARIF, JUnit or text."),
+    "diff": ("cli.diff", "Compare two saved scans, or two coverages of test suites."),
+    "op": ("cli.lookups", "Show whether an operator runs in a dtype on a device."),
+    "catalog": ("cli.lookups", "Operator support by dtype, device and torch release."),
+    "explain": ("cli.explain", "Print the manual page of a diagnostic code."),
+    "env": ("cli.env", "Show the hardware and which precisions it accelerates."),
+    "program": ("features.programs.command", "Run a script to its end and scan every model that it calls."),
+}
+"""The module of each command, and its line in the help, most used first.
+
+A module is imported when its command is used. Those of features that are not named here are found
+in their folders, and follow.
+"""
 
 
-class _OrderedCommands(TyperGroup):
+class _ImportedOnUse(TyperGroup):
+    """The commands; the help of all imports the module of none that :data:`COMMANDS` names."""
+
     def list_commands(self, ctx: Any) -> list[str]:
-        order = {name: position for position, name in enumerate(COMMAND_ORDER)}
-        return sorted(super().list_commands(ctx), key=lambda name: order.get(name, len(order)))
+        present = _modules_of_features()
+        self._add(present - {module for module, _ in COMMANDS.values()})
+        named = [name for name, (module, _) in COMMANDS.items() if module in present or module.startswith("cli.")]
+        return list(dict.fromkeys([*named, *self.commands]))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in self.commands:
+            # A wrong name needs all others: one is suggested.
+            names = [cmd_name] if cmd_name in COMMANDS else self.list_commands(ctx)
+            self._add({COMMANDS[name][0] for name in names if name in COMMANDS})
+        return self.commands.get(cmd_name)
+
+    def _add(self, modules: set[str]) -> None:
+        """Add the commands of ``modules``, each of which registers its own with :data:`app`."""
+        for module in sorted(modules):
+            importlib.import_module(f"{PACKAGE}.{module}")
+        if modules:
+            registered: Any = get_command(app)
+            self.commands.update(registered.commands)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write a line for each command."""
+        names = self.list_commands(ctx)
+        lines = [COMMANDS[name][1] if name in COMMANDS else self.commands[name].get_short_help_str() for name in names]
+        with formatter.section("Commands"):
+            formatter.write_dl(list(zip(names, lines, strict=True)))
+
+
+def _modules_of_features() -> set[str]:
+    """The modules with commands that features have, which are not imported for it."""
+    modules = set()
+    folder = importlib.import_module(f"{PACKAGE}.features").__path__[0]
+    for feature in pkgutil.iter_modules([folder]):
+        if importlib.machinery.PathFinder.find_spec("command", [os.path.join(folder, feature.name)]) is not None:
+            modules.add(f"features.{feature.name}.command")
+    return modules
 
 
 app = typer.Typer(
     name="lowprec-check",
-    cls=_OrderedCommands,
+    cls=_ImportedOnUse,
     help="Check a PyTorch model in fp16 and bf16: does it run, is it accurate, is it faster, and what to do.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -99,6 +155,8 @@ def check_writable(path: Path | None, option: str) -> None:
         if option == "--report":
             hint = "Leave it out to print to stdout."
         raise UsageError(f"{option} needs a file name, not -.", hint)
+    from lowprec_check.schema.base import check_file
+
     try:
         check_file(path)
     except UsageError as error:
@@ -122,6 +180,19 @@ def print_text(document: Document, **options: Any) -> None:
     from lowprec_check.report.layout.text import text
 
     sys.stdout.write(text(document, **options, **screen_size()))
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def print_answer(answer: Any, document: Callable[[Any], Document], json: bool) -> None:
+    """Print a struct, a list of structs or a dictionary: as indented JSON, or as text."""
+    if json:
+        from lowprec_check.schema.base import encode
+
+        print_document(encode(answer))
+    else:
+        print_text(document(answer))
 
 
 def print_document(data: bytes | str) -> None:

@@ -1,75 +1,19 @@
-"""Commands whose answers need no scan: ``lowprec-check env``, ``explain``, ``op``, ``catalog``."""
+"""Commands that look operators up in the catalog: ``lowprec-check op`` and ``catalog``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from lowprec_check.cli.app import app, print_document, print_text, screen_size
-from lowprec_check.cli.options import Device, Json, completing
-from lowprec_check.errors import UsageError
+from lowprec_check.cli.app import Json, app, print_answer
 from lowprec_check.schema.axes import catalogued
-from lowprec_check.schema.base import encode
 from lowprec_check.schema.registry import choices
-
-if TYPE_CHECKING:
-    from lowprec_check.report.blocks import Document
 
 catalog = typer.Typer(no_args_is_help=True, help="Operator support by dtype, device and torch release.")
 app.add_typer(catalog, name="catalog")
 
 OneDevice = Annotated[str, typer.Option(help=f"Device: {choices(catalogued())}.")]
-
-
-def _print(answer: Any, document: Callable[[Any], Document], json: bool) -> None:
-    """A struct, a list of structs or a dictionary: as indented JSON, or as text."""
-    if json:
-        print_document(encode(answer))
-    else:
-        print_text(document(answer))
-
-
-@app.command()
-def env(json: Json = False, device: Device = None) -> None:
-    """Show the hardware and which precisions it accelerates."""
-    from lowprec_check.core.machine import environment
-    from lowprec_check.report.answers import environment_document
-
-    _print(environment(device), environment_document, json)
-
-
-def _codes() -> list[str]:
-    from lowprec_check.analysis.rules.registry import rules
-
-    return list(rules())
-
-
-@app.command()
-def explain(
-    code: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[CODE]",
-            autocompletion=completing(_codes),
-            help="Code or name, e.g. LP101 or missing-kernel. Default: list all.",
-        ),
-    ] = None,
-) -> None:
-    """Print the manual page of a diagnostic code."""
-    from lowprec_check.analysis.rules.registry import rules
-    from lowprec_check.report.answers import list_document
-    from lowprec_check.report.manual import render_page
-
-    if code is None:
-        print_text(list_document(rules().values()))
-        return
-    by_name = (rule for rule in rules().values() if rule.name == code.lower())
-    rule = rules().get(code.upper()) or next(by_name, None)
-    if rule is None:
-        raise UsageError(f"Unknown diagnostic code {code!r}.", f"Choose from {', '.join(sorted(rules()))}.")
-    print(render_page(rule, screen_size()["width"]))
 
 
 @app.command()
@@ -91,7 +35,7 @@ def op(
     from lowprec_check.report.answers import answers_document
 
     answers = lookup(name, device=device, dtype=dtype, torch=torch, installed=installed_release())
-    _print(answers, answers_document, json)
+    print_answer(answers, answers_document, json)
 
 
 @catalog.command()
@@ -109,7 +53,7 @@ def diff(
     from lowprec_check.catalog.answers import difference
     from lowprec_check.report.answers import difference_document
 
-    _print(difference(before, after, device, dtype), difference_document, json)
+    print_answer(difference(before, after, device, dtype), difference_document, json)
 
 
 @catalog.command()
@@ -125,4 +69,4 @@ def gaps(
     from lowprec_check.catalog.answers import gaps as find_gaps
     from lowprec_check.report.answers import gaps_document
 
-    _print(find_gaps(device, dtype, torch), gaps_document, json)
+    print_answer(find_gaps(device, dtype, torch), gaps_document, json)

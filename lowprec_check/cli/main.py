@@ -19,7 +19,6 @@ from lowprec_check.cli.app import INTERRUPTED, TOOL_FAILED, USAGE_ERROR, app, cl
 from lowprec_check.errors import LONGEST_MESSAGE, ProcessLostError, Terminated, first_line, traceback_of, usage_error_of
 from lowprec_check.process.interpreter import open_standard_streams
 from lowprec_check.report.foreign_text import TRANSLITERATE
-from lowprec_check.schema.registry import modules_in, modules_of_features
 
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EBADF, errno.EIO)
 """Errors of printing; those of files are usage errors when they get here."""
@@ -45,8 +44,6 @@ def main() -> None:
     signals = _end_workers_when_terminated()
     try:
         try:
-            modules_in(__name__.rpartition(".")[0])  # each registers its command
-            modules_of_features("command")
             code = app(standalone_mode=False) or 0
             close_stdout()
         finally:

@@ -278,4 +278,3 @@ Isolation = Annotated[
     ),
 ]
 Quiet = Annotated[bool, grouped(OUTPUT, "--quiet", "-q", help="Do not show progress.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowprec_check.catalog.data_files import read_toml
 from lowprec_check.errors import UsageError, message_of
 from lowprec_check.process.interpreter import current_folder
-from lowprec_check.schema.registry import nearest
 
 TABLE = "tool.lowprec-check"
 
@@ -29,6 +27,8 @@ def default_options(group: Any, context: Any) -> dict[str, Any]:
     path = next(filter(Path.is_file, paths), None)
     if path is None:
         return {}
+    from lowprec_check.catalog.data_files import read_toml
+
     try:
         tool = read_toml(path).get("tool", {})
     except OSError as error:
@@ -107,6 +107,8 @@ def _check(
     """Raise :class:`UsageError` for a key that is no option, or a value that no option accepts."""
     for key, value in values.items():
         if key not in options:
+            from lowprec_check.schema.registry import nearest
+
             near = nearest(key, [*options, *commands])
             raise UsageError(
                 f"{path}: [{table}] has the unknown key {key!r}.",

@@ -14,12 +14,14 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import EXAMPLES, ROOT, Call, SharedScan, call_process
+from typer.main import get_command
 
 from lowprec_check.analysis.rules.registry import rules
-from lowprec_check.cli.app import app
+from lowprec_check.cli.app import COMMANDS, app
 from lowprec_check.cli.progress import Progress, progress
 from lowprec_check.errors import UsageError
 from lowprec_check.process import system
@@ -183,6 +185,25 @@ def test_quick_answers_import_no_torch(arguments: list[str]) -> None:
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "torch" not in imported
     assert "lowprec_check.cli" in imported
+
+
+@pytest.mark.parametrize(("arguments", "most"), [("--help", 9), ("op dot", 38)])
+def test_start_imports_only_what_answers(arguments: str, most: int) -> None:
+    """Counted, since times differ from machine to machine."""
+    command = [sys.executable, "-X", "importtime", "-m", "lowprec_check", "--no-settings", *arguments.split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    ours = sorted(name for name in imported if name.startswith("lowprec_check"))
+    assert len(ours) <= most, ours
+
+
+def test_the_help_names_the_module_and_the_purpose_of_each_command() -> None:
+    for module, _ in COMMANDS.values():
+        importlib.import_module(f"lowprec_check.{module}")
+    registered: Any = get_command(app)
+    for name, (_, line) in COMMANDS.items():
+        assert len(line) <= 68, name
+        assert registered.commands[name].help.split()[:4] == line.split()[:4], name
 
 
 DROWNING = """
