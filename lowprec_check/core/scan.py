@@ -155,6 +155,8 @@ def growing_scan(
             digest=mode.digest(source, batches),
         )
         notes = [*model.notes, *replaced(options.names_of("backends"))[1], *backend_notes(keys)]
+        if source.target.of_script and first.isolation != "none" and not first.launcher.forks:
+            notes.append(RUNS_AGAIN)
         result = msgspec.structs.replace(result, model=msgspec.structs.replace(model, notes=notes))
         yield result
 
@@ -191,6 +193,12 @@ def growing_scan(
                 labels = {best.key.label, best.explained_by}
             runs = [first.explained(run) if run.key.label in labels else run for run in result.runs]
             yield msgspec.structs.replace(result, runs=runs)
+
+
+RUNS_AGAIN = (
+    "the script was run again for each new process that needed its model: copies of the process that ran it could not "
+    "be used"
+)
 
 
 def _lines_of(run: Run) -> list[str | None]:

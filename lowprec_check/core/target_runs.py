@@ -316,7 +316,13 @@ class TargetRuns:
 
     def explained(self, run: Run) -> Run:
         """``run``, which passes clearly and has no errors of ops, with them unless it is slow."""
-        if run.judged_by_one_call or not run.op_calls or not passes_clearly(run) or any(run.op_calls.accumulated_error):
+        if (
+            self.options.errors == "none"
+            or run.judged_by_one_call
+            or not run.op_calls
+            or not passes_clearly(run)
+            or any(run.op_calls.accumulated_error)
+        ):
             return run
         if self.long_calls is not None and self.long_calls.begin_run() is not None:
             return run

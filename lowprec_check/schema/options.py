@@ -397,7 +397,7 @@ class ScanOptions(DeclaredOptions):
     @property
     def explains_all(self) -> bool:
         """Whether runs that pass clearly are explained with errors: an option asks for these."""
-        about_errors = self.errors != "both" or self.reference != "fp32" or self.budget_error == "on"
+        about_errors = self.errors == "accumulated" or self.reference != "fp32" or self.budget_error == "on"
         return self.explain == "all" or self.thorough or self.batches > 1 or about_errors
 
     def names_of(self, axis: Literal["precisions", "backends", "memory_formats"]) -> list[str]:

@@ -50,6 +50,7 @@ def test_a_run_passes_clearly_below_half_of_the_tolerance_on_all_inputs() -> Non
 def test_an_option_about_errors_asks_for_those_of_all_runs(asked: dict[str, Any]) -> None:
     assert ScanOptions(**asked).explains_all
     assert not ScanOptions(explain="recommended").explains_all
+    assert not ScanOptions(errors="none").explains_all
 
 
 def test_a_run_that_passes_clearly_has_ranges_alone_until_its_errors_are_asked_for() -> None:
@@ -72,6 +73,14 @@ def test_a_run_that_passes_clearly_has_ranges_alone_until_its_errors_are_asked_f
     assert explained.op_calls.local_error == whole.op_calls.local_error
     assert explained.op_calls.accumulated_error == whole.op_calls.accumulated_error
     assert (explained.status, explained.output_error, explained.perturbed) == (run.status, run.output_error, False)
+
+
+def test_a_scan_without_errors_does_not_explain_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with runs_here(mlp(), X, explain="recommended", errors="none") as runs:
+        runs.reference()
+        run = runs.run("half")
+        monkeypatch.setattr(runs.launcher, "do", None)
+        assert runs.explained(run) is run
 
 
 def test_a_scan_explains_the_recommended_run_and_those_near_the_tolerance() -> None:

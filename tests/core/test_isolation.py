@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lowprec_check import ScanResult, UsageError, scan
 from lowprec_check.core import launcher
+from lowprec_check.core.scan import RUNS_AGAIN
 from lowprec_check.process import Isolation
 from lowprec_check.torchkit.isolation import other_threads
 
@@ -166,6 +167,69 @@ def test_a_model_that_uses_what_its_process_has_runs_in_a_fork(call: Call, tmp_p
 def test_a_file_that_starts_threads_is_loaded_in_fresh_interpreters(call: Call, tmp_path: Path, name: str) -> None:
     result = scanned(call, tmp_path, FRESH[name], *UNTIMED)
     assert result.options["isolation"] == "spawn"
+
+
+SCRIPT = """
+import os, sys, threading, torch
+open(f"ran{{os.getpid()}}-{{os.urandom(4).hex()}}", "w").close()  # files that exist are kept as they are
+threading.Thread(target=threading.Event().wait, daemon=True).start()  # as loggers have one
+torch.set_num_threads(2)
+torch.manual_seed(0)
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 4)
+    def forward(self, x):
+        return self.linear(x) + torch.get_num_threads() - 2
+net = Net().train({trains})
+x, y = torch.randn(16, 8), torch.randint(0, 4, (16,))
+{rest}
+"""
+TRAINS = """
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(20):
+    optimizer.zero_grad()
+    torch.nn.functional.cross_entropy(net(x), y).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_script_runs_once(call: Call, tmp_path: Path, trains: bool) -> None:
+    rest, options = "print(net(x))", [*UNTIMED, "--further-inputs", "2"]
+    if trains:
+        rest, options = TRAINS, ["--train", "--steps", "4"]
+    (tmp_path / "script.py").write_text(SCRIPT.format(trains=trains, rest=rest))
+    done = call("scan", "script.py", "-q", "-p", "bfloat16", "--json", "scan.json", *options, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.glob("ran*"))) == 1
+    result = ScanResult.load(tmp_path / "scan.json")
+    assert result.environment["threads"] == 2, "what the script sets holds in the runs"
+    assert RUNS_AGAIN not in result.model.notes
+    if trains:
+        assert result.training is not None
+        assert "initial weights" in result.training.varied
+    else:
+        assert result.code_trial is not None
+        assert result.code_trial.status == "ran"
+
+
+@pytest.mark.slow
+def test_a_script_whose_model_needs_a_thread_runs_again(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "IDLE_SECONDS", 1.5)
+    needs = "from concurrent.futures import ThreadPoolExecutor\npool = ThreadPoolExecutor(1)\n"
+    needs += (
+        "pool.submit(abs, 1).result()\n_ = net.register_forward_pre_hook(lambda *_: pool.submit(int).result() or None)"
+    )
+    (tmp_path / "waits.py").write_text(SCRIPT.format(trains=False, rest=f"{needs}\nnet(x)"))
+    few = ("-p", "half", "--no-plan", "--further-inputs", "0", *UNTIMED)
+    call("scan", "waits.py", "-q", *few, "--json", "scan.json", folder=tmp_path)
+    result = ScanResult.load(tmp_path / "scan.json")
+    assert [run.status for run in result.runs] == ["ok", "ok"]
+    assert RUNS_AGAIN in result.model.notes
 
 
 @pytest.mark.slow

@@ -120,6 +120,11 @@ class Target(NamedTuple):
         return self.args, self.kwargs
 
     @property
+    def of_script(self) -> bool:
+        """Whether a script was run to its call of the model, or for steps of its training."""
+        return self.namespace is not None or self.observed is not None
+
+    @property
     def rewound(self) -> tuple[Any, ...]:
         """What a call may change besides the model: the inputs, the state of the user's loss."""
         return (*self.inputs, self.loss if self.observed is None else None)

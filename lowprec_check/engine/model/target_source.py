@@ -223,23 +223,47 @@ def _model(spec: TargetSpec, seed: int) -> nn.Module:
 
 def load_here(spec: TargetSpec, seed: int) -> TargetSource:
     """Load ``spec`` in this process; the source knows how its runs are isolated best."""
-    running, threads, folder = threading.enumerate(), torch.get_num_threads(), current_folder()
-    # Threads are not forked: a process that forks must not have a pool of them, and a file that
-    # starts some, or sets their number, is loaded again in fresh interpreters.
-    torch.set_num_threads(1)
-    try:
-        with separate_imports() as imports, cuda_asked_in_a_fork():
-            target = load_spec(spec, seed)
-        forks_safely = torch.get_num_threads() == 1 and threads_end(known=[*running, *parked_threads()])
-        # A backward pass starts threads for accelerators.
-        if target.observed is not None and resolve(None).type != "cpu":
-            forks_safely = False
-    finally:
-        torch.set_num_threads(threads)
+    running, folder = threading.enumerate(), current_folder()
+    with separate_imports() as imports, cuda_asked_in_a_fork(), one_thread() as asked:
+        target = load_spec(spec, seed)
+    # What a script has made is used by forks, so that it runs once, even if threads of Python are
+    # left, as loggers have them: a fork that waits for one is noticed. A file is loaded again.
+    forks_safely = target.of_script or (not asked and threads_end(known=[*running, *parked_threads()]))
+    # A backward pass starts threads for accelerators.
+    if target.observed is not None and resolve(None).type != "cpu":
+        forks_safely = False
     best = best_isolation(can_spawn=True)
     if best == "fork" and not forks_safely:
         best = "spawn"
     return TargetSource(target, functools.partial(_load_in, folder, spec, seed), imports, best, name=spec.name)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[list[int]]:
+    """Inside, torch computes in one thread: a pool of threads is not forked, and a fork that has
+    the use of one waits forever. The numbers that the user's code sets are noted, and the last of
+    them holds afterwards.
+    """
+    asked: list[int] = []
+    set_threads, get_threads, is_over = torch.set_num_threads, torch.get_num_threads, False
+    before = get_threads()
+
+    def note(number: int) -> None:
+        if is_over or type(number) is not int or number < 1:  # torch says what is wrong
+            set_threads(number)
+        else:
+            asked.append(number)
+
+    def noted() -> int:
+        return get_threads() if is_over or not asked else asked[-1]
+
+    set_threads(1)
+    torch.set_num_threads, torch.get_num_threads = note, noted
+    try:
+        yield asked
+    finally:  # the user's code may keep these functions
+        is_over, torch.set_num_threads, torch.get_num_threads = True, set_threads, get_threads
+        set_threads(asked[-1] if asked else before)
 
 
 @contextlib.contextmanager

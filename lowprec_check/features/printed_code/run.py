@@ -51,12 +51,16 @@ class CodeRequest(NamedTuple):
     """Loads the script that the code belongs into; ``None`` if it stands alone."""
 
 
-def wait_and_execute(channel: Channel) -> None:
-    """Answer the one :class:`CodeRequest` that comes with a :class:`CodeTrial`."""
+def wait_and_execute(script: Load | None, channel: Channel) -> None:
+    """Answer the one :class:`CodeRequest` that comes with a :class:`CodeTrial`; ``script`` is what
+    has loaded the script that the code belongs into, if this process has it.
+    """
     data = channel.receive()
     if data is None:
         return
-    request = pickle.loads(data)
+    request: CodeRequest = pickle.loads(data)
+    if script is not None and request.load is not None:
+        request = request._replace(load=script)
     # What the code prints is not for the terminal.
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 1)
@@ -135,12 +139,16 @@ class PrintedCodeFeature(Feature):
         self._end()
         runs = batches[0]
         is_here = runs.mode.evidence == "measured" and runs.isolation != "none" and STREAMED not in runs.target.notes
-        from_file = runs.launcher.source.reload is not None and runs.target.observed is None
-        if is_here and from_file and fp32.status == "ok":
+        source = runs.launcher.source
+        if is_here and source.reload is not None and runs.target.observed is None and fp32.status == "ok":
             decode = partial(msgspec.msgpack.decode, type=CodeTrial)
             self._started = system.monotonic()
             method: Method = METHOD if runs.isolation == "fork" else "spawn"
-            self._worker = FunctionWorker(wait_and_execute, decode, method=method)
+            script = None
+            # A copy of this process has what a script has made, which runs once.
+            if runs.target.of_script and runs.launcher.forks:
+                method, script = "fork", source.forked
+            self._worker = FunctionWorker(partial(wait_and_execute, script), decode, method=method)
 
     def after_runs(self, batches: Sequence[TargetRuns], result: ScanResult, options: ScanOptions) -> ScanResult | None:
         """Execute the code in it."""

@@ -49,7 +49,7 @@ class OtherSeeds:
         keep_alive: Callable[[], None],
     ) -> None:
         self._target, self._model, self._batches, self._seed = target, model, list(batches), seed
-        self._keep_alive = keep_alive
+        self._keep_alive, self._runs_again = keep_alive, True
         self._ended, self._last = target.make_batch is None, list[Target]()
         """Whether there are no further batches, and the last ones."""
         self.varied = list[str]()  # what differs between the runs, in words
@@ -59,13 +59,21 @@ class OtherSeeds:
     def start(self, number: int) -> list[Target]:
         """Give the model the initial weights of run ``number`` (from 1), and return its batches."""
         generator = torch.Generator().manual_seed(self._seed + number)
-        made = self._made_again(number)
-        if made is None:
-            is_new = _reset(self._model, self._seed + number)
-        else:
-            is_new = _copy(made, self._model)
+        # A script runs again only if its modules cannot initialize their weights.
+        is_new = self._target.observed is not None and _reset(self._model, self._seed + number)
+        words = "initial weights"
+        if not is_new:
+            made = self._made_again(number)
+            if made is None:
+                is_new = _reset(self._model, self._seed + number)
+            else:
+                is_new = _copy(made, self._model)
+                if self._target.observed is not None:
+                    words = "initial weights of the script run again"
+                    # Weights that it loads are the same each time.
+                    self._runs_again = is_new
         if is_new:
-            self._add("initial weights", 0)
+            self._add(words, 0)
         batches = self._new_batches(number, generator)
         if self.varied not in ([], [NOISE_ALONE]):
             return batches
@@ -87,7 +95,7 @@ class OtherSeeds:
 
     def _made_again(self, number: int) -> nn.Module | None:
         """The model that the file makes from other seeds; ``None`` if it cannot be loaded again."""
-        if self._target.remake is None:
+        if self._target.remake is None or not self._runs_again:
             return None
         self._keep_alive()
         # The file is run again: modules that it imports anew must not replace those in use.
@@ -113,7 +121,7 @@ class OtherSeeds:
                 further.append(self._target.batch(index))
             except UsageError:  # there are no more, or the last one has another form
                 break
-        place = self.varied[:1].count("initial weights")
+        place = int(bool(self.varied) and self.varied[0].startswith("initial weights"))
         if len(further) == count:
             self._add("batches", place)
             self._last = further
