@@ -248,11 +248,11 @@ def one_thread() -> Iterator[list[int]]:
     set_threads, get_threads, is_over = torch.set_num_threads, torch.get_num_threads, False
     before = get_threads()
 
-    def note(number: int) -> None:
-        if is_over or type(number) is not int or number < 1:  # torch says what is wrong
-            set_threads(number)
+    def note(nthreads: int) -> None:
+        if is_over or type(nthreads) is not int or nthreads < 1:  # torch says what is wrong
+            set_threads(nthreads)
         else:
-            asked.append(number)
+            asked.append(nthreads)
 
     def noted() -> int:
         return get_threads() if is_over or not asked else asked[-1]
