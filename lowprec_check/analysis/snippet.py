@@ -5,9 +5,10 @@ Its results equal those of :mod:`lowprec_check.engine.model.prepared` bit for bi
 
 from __future__ import annotations
 
+import ast
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -21,8 +22,7 @@ from lowprec_check.schema.statements import fill
 
 if TYPE_CHECKING:
     from lowprec_check.schema.scan_result import ModelInfo
-import ast
-from collections.abc import Iterator, Mapping
+
 
 _OTHER = {"model": "net", "inputs": "x", "loss": "loss_function", "optimizer": "made_optimizer"}
 """By a name that is imported, the one for what the code makes of it."""

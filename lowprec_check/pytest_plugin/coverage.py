@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Generator
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ import pytest
 
 from lowprec_check.analysis.saved_coverage import Coverage, OpUse, indexed, updated
 from lowprec_check.catalog.aten import AtenSupport, AutocastDtype
-from lowprec_check.catalog.records import NUMBERS, Numbers
+from lowprec_check.catalog.records import NUMBERS, Numbers, stronger
 from lowprec_check.catalog.versions import installed_version
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.pytest_plugin import coverage_gate
@@ -27,9 +27,7 @@ from lowprec_check.schema.statements import counted
 
 if TYPE_CHECKING:
     from lowprec_check.pytest_plugin.fixture.watch import Watch
-from collections.abc import Callable, Collection, Iterable, Mapping
 
-from lowprec_check.catalog.records import stronger
 
 _COLLECTED = "lowprec_collected"
 _PHASES = {"setup", "call", "teardown"}
