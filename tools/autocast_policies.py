@@ -12,7 +12,6 @@ from pathlib import Path
 
 import msgspec
 
-from lowprec_check.catalog.data_files import data_folder, read_tables
 from lowprec_check.catalog.predictable import (
     DEVICE_OPS,
     FILE,
@@ -22,6 +21,7 @@ from lowprec_check.catalog.predictable import (
     ReadHeader,
     read_releases,
 )
+from lowprec_check.catalog.versioned_file import data_folder, read_tables
 from lowprec_check.catalog.versions import release_of, version_key
 from lowprec_check.errors import UsageError
 from tools.autocast_header import HEADER, AutocastHeaderError, parse_header

@@ -13,8 +13,8 @@ import json
 import re
 from collections.abc import Mapping
 
-from lowprec_check.catalog.aten_facts import FILE, LAYOUTS
-from lowprec_check.catalog.data_files import data_folder
+from lowprec_check.catalog.aten import FILE, LAYOUTS
+from lowprec_check.catalog.versioned_file import data_folder
 from lowprec_check.catalog.versions import release_of
 from tools.xpu_declarations.registrations import COMPOSITE, Native, parse
 

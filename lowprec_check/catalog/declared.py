@@ -14,7 +14,6 @@ from typing import NamedTuple
 import msgspec
 
 from lowprec_check.catalog import measured
-from lowprec_check.catalog.data_files import data_folder
 from lowprec_check.catalog.names import overload_name
 from lowprec_check.catalog.records import (
     MODES,
@@ -27,7 +26,7 @@ from lowprec_check.catalog.records import (
     why_operator_not_applicable,
 )
 from lowprec_check.catalog.support import OnCpu, OpSupport, Registration, SupportCell, TorchRelease
-from lowprec_check.catalog.versioned_file import VersionedFile, VersionRows
+from lowprec_check.catalog.versioned_file import VersionedFile, VersionRows, data_folder
 from lowprec_check.catalog.versions import has_extension, release_of, version_key
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.axes import catalogued

@@ -12,9 +12,9 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from lowprec_check.catalog.data_files import data_folder, read_tables
 from lowprec_check.catalog.names import AnyDevice, AnyDtype, dtype_of, function_name
 from lowprec_check.catalog.records import SHORT
+from lowprec_check.catalog.versioned_file import data_folder, read_tables
 from lowprec_check.catalog.versions import release_of, version_key
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.axes import DEVICES, device_of

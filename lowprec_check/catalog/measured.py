@@ -12,7 +12,6 @@ from typing import ClassVar
 
 import msgspec
 
-from lowprec_check.catalog.data_files import data_folder
 from lowprec_check.catalog.names import AnyDevice
 from lowprec_check.catalog.records import (
     LOW,
@@ -26,7 +25,7 @@ from lowprec_check.catalog.records import (
     why_operator_not_applicable,
 )
 from lowprec_check.catalog.support import OpSupport, SupportCell, TorchRelease
-from lowprec_check.catalog.versioned_file import VersionedFile, VersionRows
+from lowprec_check.catalog.versioned_file import VersionedFile, VersionRows, data_folder
 from lowprec_check.catalog.versions import has_extension, release_of
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.axes import catalogued, device_type

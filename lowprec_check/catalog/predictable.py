@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 from lowprec_check.catalog import declared
-from lowprec_check.catalog.data_files import data_folder, read_tables
 from lowprec_check.catalog.measured import at_release, history, sweep_of
+from lowprec_check.catalog.versioned_file import data_folder, read_tables
 from lowprec_check.catalog.versions import has_extension, release_of, version_key
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.axes import catalogued, device_of, device_type, is_declared

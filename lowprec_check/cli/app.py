@@ -304,7 +304,7 @@ def load_result(path: Path, data: bytes | None = None) -> ScanResult:
     try:
         return ScanResult.from_json(data)
     except ResultError as error:
-        from lowprec_check.analysis.suite_coverage import kind_of
+        from lowprec_check.analysis.saved_coverage import kind_of
 
         # Both are saved by this package, and easily mixed up.
         if kind_of(data) == "coverage":

@@ -27,7 +27,7 @@ from lowprec_check.schema.registry import choices
 from lowprec_check.schema.statements import fill
 
 if TYPE_CHECKING:
-    from lowprec_check.analysis.suite_coverage import CoverageDiff
+    from lowprec_check.analysis.saved_coverage import CoverageDiff
     from lowprec_check.schema.scan_diff import ScanDiff
 
 _SAVE = f"{SAVE_SCAN}, or a coverage with: pytest --lowprec-coverage half --lowprec-report FILE"
@@ -59,7 +59,7 @@ def diff(
     there are new gaps.
     """
     from lowprec_check.analysis.diff import diff_scans
-    from lowprec_check.analysis.suite_coverage import coverage_of, diff_coverages, kind_of
+    from lowprec_check.analysis.saved_coverage import coverage_of, diff_coverages, kind_of
 
     # What can be wrong with the options is checked before the files are read.
     files = output_files(report, format)

@@ -27,7 +27,7 @@ def default_options(group: Any, context: Any) -> dict[str, Any]:
     path = next(filter(Path.is_file, paths), None)
     if path is None:
         return {}
-    from lowprec_check.catalog.data_files import read_toml
+    from lowprec_check.catalog.versioned_file import read_toml
 
     try:
         tool = read_toml(path).get("tool", {})

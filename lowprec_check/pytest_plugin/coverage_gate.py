@@ -16,8 +16,15 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from lowprec_check.analysis.saved_coverage import Cell, Coverage, cell_of, precision_of
-from lowprec_check.analysis.suite_coverage import CoverageDiff, coverage_of, diff_coverages
+from lowprec_check.analysis.saved_coverage import (
+    Cell,
+    Coverage,
+    CoverageDiff,
+    cell_of,
+    coverage_of,
+    diff_coverages,
+    precision_of,
+)
 from lowprec_check.catalog.aten import AtenCatalog
 from lowprec_check.catalog.measured import catalog_device
 from lowprec_check.catalog.names import dtype_of, why_not_covered

@@ -23,7 +23,7 @@ import msgspec
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import Version
 
-from lowprec_check.catalog.data_files import read_tables
+from lowprec_check.catalog.versioned_file import read_tables
 from lowprec_check.errors import UsageError, encodable, message_of
 from lowprec_check.schema.axes import DEVICES
 from lowprec_check.schema.base import StrictStruct

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from lowprec_check.analysis.findings import groups
 from lowprec_check.analysis.run_summary import label, shorten
-from lowprec_check.analysis.suite_coverage import WITHOUT_KERNEL
+from lowprec_check.analysis.saved_coverage import WITHOUT_KERNEL
 from lowprec_check.catalog import declared
 from lowprec_check.catalog.measured import at_release, history, sweep_of
 from lowprec_check.catalog.names import bare, search

@@ -5,8 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from lowprec_check.analysis.saved_coverage import Cell, Coverage, OpUse, cell_of, precision_of, reason_of
-from lowprec_check.analysis.suite_coverage import CellBefore, CellChange, CoverageDiff, GapChange
+from lowprec_check.analysis.saved_coverage import (
+    Cell,
+    CellBefore,
+    CellChange,
+    Coverage,
+    CoverageDiff,
+    GapChange,
+    OpUse,
+    cell_of,
+    precision_of,
+    reason_of,
+)
 from lowprec_check.catalog.names import overload_name
 from lowprec_check.report.blocks import Block, Column, Document, Fold, Heading, Row, Say, Table
 from lowprec_check.report.diff import compared

@@ -14,7 +14,7 @@ from lowprec_check.schema.base import write_file
 from lowprec_check.schema.registry import Registry, objects_in
 
 if TYPE_CHECKING:
-    from lowprec_check.analysis.suite_coverage import CoverageDiff
+    from lowprec_check.analysis.saved_coverage import CoverageDiff
     from lowprec_check.report.blocks import Document
     from lowprec_check.schema.scan_diff import ScanDiff
     from lowprec_check.schema.scan_result import ScanResult

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lowprec_check.analysis.findings import FindingGroup, groups, tally
-from lowprec_check.analysis.headlines import MOST, Headline, headlines
+from lowprec_check.analysis.findings import MOST, FindingGroup, Headline, groups, headlines, tally
 from lowprec_check.analysis.recommend import missing_runs, recommended_run
 from lowprec_check.analysis.rules.registry import rules
 from lowprec_check.analysis.run_summary import PREDICTED, candidates, label, shorten

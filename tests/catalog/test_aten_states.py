@@ -9,8 +9,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from lowprec_check.catalog.aten import AtenCatalog
-from lowprec_check.catalog.aten_facts import corrected_state
+from lowprec_check.catalog.aten import AtenCatalog, corrected_state
 from lowprec_check.catalog.measured import at_release, history
 from lowprec_check.catalog.versions import release_of
 from lowprec_check.pytest_plugin.fixture.cast_replay import copied, try_call

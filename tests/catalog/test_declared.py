@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from lowprec_check.catalog import declared
 from lowprec_check.catalog.answers import difference, find_fix, gaps, lookup
 from lowprec_check.catalog.aten import AtenCatalog
-from lowprec_check.catalog.data_files import read_tables
 from lowprec_check.catalog.declared import DeclaredRow, Source, read_declared
 from lowprec_check.catalog.known_issues import matching
+from lowprec_check.catalog.versioned_file import read_tables
 from lowprec_check.errors import UsageError
 from lowprec_check.pytest_plugin.op_support import support_of
 from lowprec_check.report.answers import answers_document, gaps_document

@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowprec_check.catalog.aten import AtenCatalog
-from lowprec_check.catalog.aten_facts import (
+from lowprec_check.catalog.aten import (
     COUNTERPARTS,
+    AtenCatalog,
     Counterpart,
     dispatched_elsewhere,
     has_other_layouts_only,
     measured_counterparts,
     only_device,
 )
-from lowprec_check.catalog.data_files import data_folder, read_tables
 from lowprec_check.catalog.declared import known_release, load
 from lowprec_check.catalog.measured import at_release, sweep_of
 from lowprec_check.catalog.predictable import predicted_device
 from lowprec_check.catalog.records import LOW
+from lowprec_check.catalog.versioned_file import data_folder, read_tables
 from lowprec_check.features.prediction.kernel_support import KernelSupport
 from tools.one_device_ops import only_on, only_other_layouts
 from tools.xpu_declarations.registrations import parse

@@ -14,8 +14,7 @@ from conftest import Call
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowprec_check.analysis.saved_coverage import Coverage, OpUse, indexed, updated
-from lowprec_check.analysis.suite_coverage import coverage_from_json, diff_coverages
+from lowprec_check.analysis.saved_coverage import Coverage, OpUse, coverage_from_json, diff_coverages, indexed, updated
 from lowprec_check.catalog.aten import AtenSupport
 
 OK, FAILED = pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED

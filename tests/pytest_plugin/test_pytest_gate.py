@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from conftest import ROOT, Call
 
-from lowprec_check.analysis.suite_coverage import Coverage, OpUse, coverage_from_json, diff_coverages, kind_of
+from lowprec_check.analysis.saved_coverage import Coverage, OpUse, coverage_from_json, diff_coverages, kind_of
 from lowprec_check.catalog.aten import AtenSupport
 from lowprec_check.report.coverage import LONGEST_SUMMARY, step_summary
 

@@ -14,8 +14,7 @@ from shared_result import budgeted_result, latency, run, shared_result
 from training_result import training_result
 
 from lowprec_check.analysis.conclusion import conclude
-from lowprec_check.analysis.findings import groups
-from lowprec_check.analysis.headlines import MOST, headlines
+from lowprec_check.analysis.findings import MOST, groups, headlines
 from lowprec_check.report.registry import render
 from lowprec_check.schema.findings import Gap
 from lowprec_check.schema.measures import InputLayout, InputsTried

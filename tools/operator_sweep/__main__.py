@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from lowprec_check.catalog.data_files import data_folder
+from lowprec_check.catalog.versioned_file import data_folder
 from lowprec_check.engine.sweep.kept_sweep import CALL_SECONDS, SAMPLES, OperatorSweep, Task
 from lowprec_check.errors import UsageError
 from lowprec_check.process.interpreter import module_command

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from lowprec_check.catalog.data_files import data_folder
 from lowprec_check.catalog.declared import DeclaredRow, DeclaredVersion, Source, read_declared
+from lowprec_check.catalog.versioned_file import data_folder
 from lowprec_check.catalog.versions import release_of
 from lowprec_check.errors import UsageError
 from tools.catalog_files import encode

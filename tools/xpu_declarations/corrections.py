@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from lowprec_check.catalog.data_files import read_tables
 from lowprec_check.catalog.declared import Source
 from lowprec_check.catalog.support import Registration
+from lowprec_check.catalog.versioned_file import read_tables
 from lowprec_check.catalog.versions import version_key
 from lowprec_check.errors import UsageError
 from tools.xpu_declarations.dtypes import DTYPES, DtypeAnswer

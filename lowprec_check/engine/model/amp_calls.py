@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lowprec_check.engine.model.call_recorder import Node, computed_in_fp32
 from lowprec_check.errors import message_of
-from lowprec_check.schema.amp_use import AmpFault, AmpUse
+from lowprec_check.schema.training import AmpFault, AmpUse
 from lowprec_check.torchkit.floating_dtypes import NARROW
 from lowprec_check.torchkit.source_location import own_line, source_lines
 

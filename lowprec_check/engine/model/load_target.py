@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lowprec_check.engine.model.function_module import is_plain_function
 from lowprec_check.engine.model.huggingface_zoo import load_folder, load_transformers, with_labels
 from lowprec_check.engine.model.inputs import (
     PASTE_INPUTS,
@@ -38,6 +37,7 @@ from lowprec_check.engine.model.target import (
     check,
     check_calibration,
     forward_of,
+    is_plain_function,
     unchecked_target,
 )
 from lowprec_check.engine.model.torchvision_ops import torchvision_works

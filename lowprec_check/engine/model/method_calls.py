@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowprec_check.engine.model.kept_files import replaced
+from lowprec_check.engine.model.user_surroundings import replaced
 from lowprec_check.torchkit.source_location import is_own_file
 
 

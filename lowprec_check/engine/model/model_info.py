@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from lowprec_check.engine.model.function_module import FunctionModule
 from lowprec_check.engine.model.inputs import describe_inputs
 from lowprec_check.engine.model.prepared import IMAGE_DIMENSIONS
-from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.model.target import FunctionModule, Target
 from lowprec_check.schema.measures import InputLayout
 from lowprec_check.schema.scan_result import ModelInfo, Run
 from lowprec_check.schema.scanned_model import IN_TRAINING_MODE, ZERO_OUTPUT

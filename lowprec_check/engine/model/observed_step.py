@@ -23,7 +23,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from lowprec_check.engine.model.amp_calls import AmpCalls
 from lowprec_check.engine.model.call_recorder import CallRecorder, Node, UnrepeatableError, opened
-from lowprec_check.engine.model.kept_files import replaced
 from lowprec_check.engine.model.loss_program import Backward, Phase, Program, copy_of
 from lowprec_check.engine.model.observed_training import (
     CHECKED,
@@ -33,10 +32,18 @@ from lowprec_check.engine.model.observed_training import (
     OptimizerStep,
     StepRecord,
 )
-from lowprec_check.engine.model.optimizer_like import Clip, settings_of, takes_closure
 from lowprec_check.engine.model.snapshot import saved_tensor
+from lowprec_check.engine.model.user_surroundings import replaced
 from lowprec_check.engine.model.weight_changes import Sgd, WeightCasts, WeightChanges
-from lowprec_check.engine.model.whole_optimizer import OuterCall, OuterCalls, Template, optimizers_in
+from lowprec_check.engine.model.whole_optimizer import (
+    Clip,
+    OuterCall,
+    OuterCalls,
+    Template,
+    optimizers_in,
+    settings_of,
+    takes_closure,
+)
 from lowprec_check.errors import message_of
 from lowprec_check.process import system
 from lowprec_check.torchkit.devices import MemoryLimit, free_memory, generator_restorers

@@ -15,19 +15,21 @@ from torch.optim import Optimizer
 
 from lowprec_check.engine.model.call_recorder import Node, UnrepeatableError, dtype_read
 from lowprec_check.engine.model.loss_program import Backward, Phase, Program, copy_of
-from lowprec_check.engine.model.optimizer_like import Clip, OptimizerLike, OptimizersLike, Settings
 from lowprec_check.engine.model.snapshot import restore_tensor
 from lowprec_check.engine.model.weight_changes import Sgd, widen, widened
 from lowprec_check.engine.model.whole_optimizer import (
     CLOSURE,
+    Clip,
     OptimizerCall,
+    OptimizerLike,
+    OptimizersLike,
+    Settings,
     Template,
     WholeOptimizerLike,
     check_arguments,
 )
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.amp_use import AmpUse, all_told
-from lowprec_check.schema.training import WeightCast
+from lowprec_check.schema.training import AmpUse, WeightCast, all_told
 from lowprec_check.torchkit.devices import kept_generators
 from lowprec_check.torchkit.output_comparison import same_values
 from lowprec_check.torchkit.pytree import map_tensors

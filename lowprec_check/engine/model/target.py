@@ -1,4 +1,4 @@
-"""A model and how to call it, and the check that it can be scanned."""
+"""A model, or a function as one, and how to call it; the check that it can be scanned."""
 
 from __future__ import annotations
 
@@ -16,14 +16,19 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from lowprec_check.engine.model import torchvision_ops
-from lowprec_check.engine.model.function_module import function_line, function_module, is_plain_function
 from lowprec_check.engine.model.inputs import BatchMaker, NoBatchError, as_call, call_code, is_function, take_batch
 from lowprec_check.engine.model.observed_training import ObservedTraining
-from lowprec_check.engine.model.optimizer_like import OptimizerLike
 from lowprec_check.engine.model.output_tensors import OutputForm
 from lowprec_check.engine.model.prepared import converted_dtypes
 from lowprec_check.engine.model.training import LossInputs, MakeOptimizer, loss_of
-from lowprec_check.engine.model.user_code import call_function, call_user_code, class_line, is_own_class
+from lowprec_check.engine.model.user_code import (
+    call_function,
+    call_user_code,
+    class_line,
+    is_own_class,
+    required_arguments,
+)
+from lowprec_check.engine.model.whole_optimizer import OptimizerLike
 from lowprec_check.errors import UsageError, message_of, type_name
 from lowprec_check.schema.axes import Call
 from lowprec_check.schema.scan_result import WeightsOrigin
@@ -32,7 +37,103 @@ from lowprec_check.torchkit.compiled import in_training_mode
 from lowprec_check.torchkit.devices import kept_generators
 from lowprec_check.torchkit.output_comparison import same_values
 from lowprec_check.torchkit.pytree import leaves
-from lowprec_check.torchkit.source_location import own_line, traceback_line
+from lowprec_check.torchkit.source_location import own_line, show_line, traceback_line
+
+
+class FunctionModule(nn.Module):
+    """Calls ``function``."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.forward = function
+        self.name: str = getattr(_without_partials(function), "__name__", type(function).__name__)
+        self.eval()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function; one that returns a module makes a model, and is none."""
+        output = super().__call__(*args, **kwargs)
+        if isinstance(output, nn.Module):
+            returned = f"{self.name} was called with the inputs and returned a {type(output).__name__}"
+            raise TypeError(f"{returned}: a function that makes a model must need no arguments")
+        return output
+
+
+def is_plain_function(value: Any) -> bool:
+    """Whether ``value`` is a function with an argument that it must get, so it makes no model.
+
+    Also one with some of its arguments (``functools.partial``), or an object that can be called.
+    """
+    if isinstance(value, nn.Module) or isinstance(_without_partials(value), type) or not callable(value):
+        return False
+    return required_arguments(value) > 0
+
+
+def _without_partials(value: Any) -> Any:
+    """What a ``functools.partial`` calls."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    return value
+
+
+def function_module(function: Callable[..., Any]) -> FunctionModule:
+    """The module that calls ``function``; raises :class:`UsageError` if that uses a module.
+
+    A cast of the function would leave that one as it is.
+    """
+    model = FunctionModule(function)
+    module = next(_modules_used(function, set()), None)
+    if module is not None:
+        name = model.name
+        raise UsageError(
+            f"`{name}` uses the module `{module}` and is no torch.nn.Module, so that no cast reaches `{module}`.",
+            f"Scan `{module}`, or a torch.nn.Module that has it as a child and does in `forward` what `{name}` does.",
+        )
+    return model
+
+
+def _modules_used(function: Callable[..., Any], seen: set[int]) -> Iterator[str]:
+    """The names of modules that a function reads outside itself, or functions that it calls."""
+    seen.add(id(function))
+    if isinstance(function, functools.partial):
+        given = {**{str(index): value for index, value in enumerate(function.args)}, **function.keywords}
+        yield from (name for name, value in given.items() if isinstance(value, nn.Module))
+        yield from _modules_used(function.func, seen)
+    if inspect.ismethod(function):
+        if isinstance(function.__self__, nn.Module):
+            yield type(function.__self__).__name__
+        yield from _modules_held(function.__self__)
+        yield from _modules_used(function.__func__, seen)
+    elif not inspect.isroutine(function) and not isinstance(function, functools.partial):
+        yield from _modules_held(function)
+        yield from _modules_used(type(function).__call__, seen)
+    if not inspect.isfunction(function):
+        return
+    outer = inspect.getclosurevars(function)
+    for name, value in (*outer.nonlocals.items(), *outer.globals.items()):
+        if isinstance(value, nn.Module):
+            yield name
+        elif inspect.isfunction(value) and id(value) not in seen and value.__module__ == function.__module__:
+            yield from _modules_used(value, seen)
+
+
+def _modules_held(owner: Any) -> Iterator[str]:
+    """The attributes of an object that are modules, or lists of them."""
+    for name, value in getattr(owner, "__dict__", {}).items():
+        items = value if isinstance(value, (list, tuple)) else [value]
+        if not isinstance(owner, nn.Module) and any(isinstance(item, nn.Module) for item in items):
+            yield name
+
+
+def function_line(function: Callable[..., Any]) -> str | None:
+    """Where a function is defined; ``None`` for one without Python source."""
+    function = _without_partials(function)
+    if not inspect.isroutine(function):
+        function = type(function).__call__
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return None
+    return show_line(code.co_filename, code.co_firstlineno)
+
 
 NOT_TRAINED = (
     "the script computes no gradients: its model is trained with a `loss` and an `optimizer` that it defines outside "

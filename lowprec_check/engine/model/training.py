@@ -10,9 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_check.engine.model.observed_training import ObservedLoss
-from lowprec_check.engine.model.optimizer_like import OptimizerLike, OptimizersLike, OptimizersTogether, takes_closure
 from lowprec_check.engine.model.user_code import call_user_code, parameters_of, required_arguments
-from lowprec_check.engine.model.whole_optimizer import WholeOptimizer
+from lowprec_check.engine.model.whole_optimizer import (
+    OptimizerLike,
+    OptimizersLike,
+    OptimizersTogether,
+    WholeOptimizer,
+    takes_closure,
+)
 from lowprec_check.errors import UsageError, message_of, type_name
 from lowprec_check.torchkit.floating_dtypes import is_float
 from lowprec_check.torchkit.pytree import leaves

@@ -22,13 +22,18 @@ import greenlet  # type: ignore[import-untyped]
 import torch
 from torch import nn
 
-from lowprec_check.engine.model.kept_files import KeptFiles, replaced
 from lowprec_check.engine.model.method_calls import methods_watched
 from lowprec_check.engine.model.model_making import Making, made_by_constructor, part_of_making, still_defines
 from lowprec_check.engine.model.observed_step import SECONDS, StepObserver
 from lowprec_check.engine.model.observed_training import ObservedTraining
 from lowprec_check.engine.model.rest_of_code import expressions_of_call, is_module
-from lowprec_check.engine.model.user_surroundings import OutsideEffects, Surroundings, exit_handlers_of_the_user
+from lowprec_check.engine.model.user_surroundings import (
+    KeptFiles,
+    OutsideEffects,
+    Surroundings,
+    exit_handlers_of_the_user,
+    replaced,
+)
 from lowprec_check.errors import UsageError
 from lowprec_check.process.function_worker import end_if_forked
 from lowprec_check.torchkit.source_location import PACKAGE, is_own_file, own_line, source_line

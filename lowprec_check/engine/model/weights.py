@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.nn.parameter import is_lazy
 
-from lowprec_check.engine.model.safetensors_files import saved_tensors
 from lowprec_check.engine.model.snapshot import Snapshot
-from lowprec_check.engine.model.streamed_weights import stream_weights
+from lowprec_check.engine.model.streamed_weights import saved_tensors, stream_weights
 from lowprec_check.engine.model.target import Target
 from lowprec_check.errors import UsageError, first_line, message_of, type_name
 from lowprec_check.schema.statements import counted

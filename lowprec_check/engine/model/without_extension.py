@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from lowprec_check.catalog.versions import installed_version
-from lowprec_check.engine.model.kept_files import replaced
 from lowprec_check.engine.model.rest_of_code import source_tree
+from lowprec_check.engine.model.user_surroundings import replaced
 from lowprec_check.torchkit.installation import IPEX, extension_problem, prepack_problem
 from lowprec_check.torchkit.source_location import is_own_file, own_line
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lowprec_check.analysis.rules.registry import Finding, rule
-from lowprec_check.schema.amp_use import AmpFault
 from lowprec_check.schema.scan_result import ScanResult
 from lowprec_check.schema.statements import plain
+from lowprec_check.schema.training import AmpFault
 
 
 def _findings(result: ScanResult, *faults: AmpFault) -> Iterator[Finding]:

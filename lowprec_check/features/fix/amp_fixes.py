@@ -18,7 +18,7 @@ from lowprec_check.features.fix.script_calls import (
 )
 from lowprec_check.features.fix.seen_values import ScriptFacts, ScriptPlace
 from lowprec_check.features.fix.source_text import Edit, SourceText
-from lowprec_check.schema.amp_use import AmpFault, AmpUse
+from lowprec_check.schema.training import AmpFault, AmpUse
 
 Found = tuple[SourceText, SourceFix] | str
 """A change, or why there is none."""

@@ -12,8 +12,8 @@ import msgspec
 from lowprec_check.catalog.versions import own_version
 from lowprec_check.engine.model.target_spec import OnProgress, TargetSpec
 from lowprec_check.errors import ProcessLostError, UsageError, first_line, message_of
-from lowprec_check.features.fix.chosen import change_of, shown_path
 from lowprec_check.features.fix.fix_sites import OwnFiles, Sites
+from lowprec_check.features.fix.fixing import change_of, shown_path
 from lowprec_check.features.fix.scene import Site, SourceFix, compose
 from lowprec_check.features.fix.script_fixes import Fault, faults
 from lowprec_check.features.fix.script_precision import DEFAULT, FAILS, Adoption, Change, TriedScript, limit_of

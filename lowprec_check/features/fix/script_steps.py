@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lowprec_check.engine.model.amp_calls import AmpCalls
-from lowprec_check.engine.model.kept_files import replaced
 from lowprec_check.engine.model.observed_step import SECONDS, ThreadObserver, framework_of
 from lowprec_check.engine.model.user_module import run_script
+from lowprec_check.engine.model.user_surroundings import replaced
 from lowprec_check.engine.model.without_extension import without_extension
 from lowprec_check.features.fix.seen_values import ForwardPass, ScriptFacts, ScriptOption, ScriptPlace
 from lowprec_check.process import system

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from lowprec_check.schema.amp_use import AmpUse
+from lowprec_check.schema.training import AmpUse
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.scan_result import Run
 

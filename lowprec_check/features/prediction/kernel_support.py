@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from lowprec_check.catalog.aten import AtenCatalog, AtenSupport
-from lowprec_check.catalog.aten_facts import counterpart, only_device
+from lowprec_check.catalog.aten import AtenCatalog, AtenSupport, counterpart, only_device
 from lowprec_check.catalog.known_issues import matching
 from lowprec_check.catalog.names import function_name, overload_name
 from lowprec_check.catalog.predictable import has_kernels

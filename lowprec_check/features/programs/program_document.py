@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from lowprec_check.analysis.findings import groups
-from lowprec_check.analysis.headlines import headlines
+from lowprec_check.analysis.findings import groups, headlines
 from lowprec_check.analysis.run_summary import candidates, label
 from lowprec_check.analysis.statements.advice import verdict
 from lowprec_check.features.programs.assignments import recommended_assignment

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
-from lowprec_check.engine.model.kept_files import KeptFiles
 from lowprec_check.engine.model.target_spec import TargetSpec
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
 from lowprec_check.engine.model.user_module import run_script
 from lowprec_check.engine.model.user_script import Ran
-from lowprec_check.engine.model.user_surroundings import OutsideEffects, exit_handlers_of_the_user
+from lowprec_check.engine.model.user_surroundings import KeptFiles, OutsideEffects, exit_handlers_of_the_user
 from lowprec_check.errors import UsageError
 from lowprec_check.torchkit.devices import seed_everything
 from lowprec_check.torchkit.source_location import PACKAGE, is_installed, is_user_code

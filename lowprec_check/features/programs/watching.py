@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowprec_check.engine.model.kept_files import replaced
 from lowprec_check.engine.model.model_making import made_by_constructor, part_of_making
+from lowprec_check.engine.model.user_surroundings import replaced
 from lowprec_check.features.programs.calls_of_model import PART_OF_MEMORY, CallsOfModel, Room
 from lowprec_check.schema.statements import counted
 from lowprec_check.torchkit.pytree import map_tensors

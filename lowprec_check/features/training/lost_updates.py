@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowprec_check.engine.model.optimizer_like import Settings, settings_of
 from lowprec_check.engine.model.training import MakeOptimizer
+from lowprec_check.engine.model.whole_optimizer import Settings, settings_of
 from lowprec_check.errors import first_line, message_of, type_name
+from lowprec_check.features.training.spread import Samples, Trajectory
 from lowprec_check.features.training.steps import TrainingStep, Watcher
-from lowprec_check.features.training.trajectory import Samples, Trajectory
 from lowprec_check.schema.training import EpsilonCheck, LostUpdates, Values
 from lowprec_check.torchkit.floating_dtypes import widened_dtype
 

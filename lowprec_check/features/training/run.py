@@ -30,11 +30,11 @@ from lowprec_check.errors import UsageError
 from lowprec_check.features.training.steps import TrainingStep, batches_of, ways_for, with_step
 from lowprec_check.features.training.training_part import TrainingPart, explained_way, with_draws_of
 from lowprec_check.features.training.training_reference import ReferenceTraining, TrainingReference, in_training
-from lowprec_check.schema.amp_use import all_told
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS
 from lowprec_check.schema.scan_result import Run
+from lowprec_check.schema.training import all_told
 from lowprec_check.schema.verdict import ExceptionInfo
 from lowprec_check.schema.ways_to_train import WAYS, WayToTrain
 from lowprec_check.torchkit.compiled import compiled_frames

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from lowprec_check.engine.model.inputs import NoBatchError
 from lowprec_check.engine.model.loss_program import Phase as StepPhase
 from lowprec_check.engine.model.observed_training import ScriptStep, sum_of
-from lowprec_check.engine.model.optimizer_like import OptimizersLike, OptimizersTogether
 from lowprec_check.engine.model.prepared import FailedCast, Prepared
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.training import LossInputs, loss_of, make_optimizer
 from lowprec_check.engine.model.user_code import call_user_code, reraise_interrupt
+from lowprec_check.engine.model.whole_optimizer import OptimizersLike, OptimizersTogether
 from lowprec_check.errors import UsageError, first_line, message_of, type_name
-from lowprec_check.features.training.trajectory import Samples, Trajectory
+from lowprec_check.features.training.spread import Samples, Trajectory
 from lowprec_check.schema.run_key import Phase
 from lowprec_check.schema.ways_to_train import WAYS, Updates, WayToTrain, ways_of
 from lowprec_check.torchkit import devices

@@ -30,7 +30,7 @@ from lowprec_check.features.training.first_step import (
     suggested_scale,
 )
 from lowprec_check.features.training.lost_updates import LostUpdateCounter, check_epsilon, lost_buffer_updates
-from lowprec_check.features.training.spread import Spread
+from lowprec_check.features.training.spread import Spread, Trajectory
 from lowprec_check.features.training.steps import (
     MAX_SKIPPED,
     Loop,
@@ -40,7 +40,6 @@ from lowprec_check.features.training.steps import (
     state_bytes,
 )
 from lowprec_check.features.training.training_reference import TrainingReference, TrainingSteps, in_training
-from lowprec_check.features.training.trajectory import Trajectory
 from lowprec_check.features.training.ways.usual import PLAIN, SUGGESTED
 from lowprec_check.schema.training import LossScale, TrainingRun, TrainingWay
 from lowprec_check.schema.verdict import Status

@@ -18,7 +18,6 @@ from lowprec_check.core.preparation import prepared_for
 from lowprec_check.core.tasks import ModelTask, TaskFiles
 from lowprec_check.engine.model.memory import measure_memory
 from lowprec_check.engine.model.observed_training import DEFINE_PARTS, ScriptStep
-from lowprec_check.engine.model.optimizer_like import OptimizerLike, OptimizersLike
 from lowprec_check.engine.model.plain_run import describe_error, output_tensors
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
@@ -32,12 +31,11 @@ from lowprec_check.engine.model.training import (
     optimizer_code,
 )
 from lowprec_check.engine.model.user_code import call_user_code, required_arguments
-from lowprec_check.engine.model.whole_optimizer import WholeOptimizerLike
+from lowprec_check.engine.model.whole_optimizer import OptimizerLike, OptimizersLike, WholeOptimizerLike
 from lowprec_check.errors import UsageError
 from lowprec_check.features.training.first_step import FirstGradients
 from lowprec_check.features.training.lost_updates import LostUpdateCounter, Stalls
-from lowprec_check.features.training.other_seeds import SEEDS, OtherSeeds
-from lowprec_check.features.training.spread import Spread
+from lowprec_check.features.training.spread import SEEDS, OtherSeeds, Samples, Spread, Trajectory
 from lowprec_check.features.training.steps import (
     MAX_SKIPPED,
     USUAL,
@@ -50,7 +48,6 @@ from lowprec_check.features.training.steps import (
     state_bytes,
     ways_for,
 )
-from lowprec_check.features.training.trajectory import Samples, Trajectory
 from lowprec_check.features.training.ways.usual import PLAIN
 from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.statements import counted

@@ -11,7 +11,7 @@ from lowprec_check.schema.base import encode
 
 if TYPE_CHECKING:  # what a format needs is imported when it is written
     from lowprec_check.analysis.findings import Message
-    from lowprec_check.analysis.suite_coverage import CoverageDiff
+    from lowprec_check.analysis.saved_coverage import CoverageDiff
     from lowprec_check.report.blocks import Detail, Document
     from lowprec_check.report.places import Place
     from lowprec_check.schema.scan_diff import ScanDiff

@@ -22,14 +22,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lowprec_check import ScanResult, UsageError
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.observed_training import ScriptStep
-from lowprec_check.engine.model.optimizer_like import OptimizerLike
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.target_source import load_spec
 from lowprec_check.engine.model.target_spec import TargetSpec
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
 from lowprec_check.engine.model.training import LossInputs, describe_loss, loss_of
+from lowprec_check.engine.model.whole_optimizer import OptimizerLike
 from lowprec_check.features.training.advice import training_code
-from lowprec_check.features.training.other_seeds import OtherSeeds
+from lowprec_check.features.training.spread import OtherSeeds
 from lowprec_check.features.training.steps import USUAL, TrainingStep
 from lowprec_check.features.training.training_reference import script_parts
 from lowprec_check.features.training.ways import usual

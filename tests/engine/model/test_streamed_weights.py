@@ -33,8 +33,15 @@ from lowprec_check.core.scan import growing_scan, scan_target
 from lowprec_check.engine.model import streamed_weights
 from lowprec_check.engine.model.plain_run import PlainCalls
 from lowprec_check.engine.model.prepared import prepared
-from lowprec_check.engine.model.safetensors_files import Saved, saved_tensors
-from lowprec_check.engine.model.streamed_weights import ReadBack, is_unread, stream_of, stream_weights, unread_weights
+from lowprec_check.engine.model.streamed_weights import (
+    ReadBack,
+    Saved,
+    is_unread,
+    saved_tensors,
+    stream_of,
+    stream_weights,
+    unread_weights,
+)
 from lowprec_check.engine.model.target_source import TargetSource, load_here
 from lowprec_check.engine.model.target_spec import NOTICE, TargetSpec
 from lowprec_check.errors import UsageError

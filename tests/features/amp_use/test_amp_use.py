@@ -19,8 +19,7 @@ from lowprec_check.analysis.conclusion import conclude
 from lowprec_check.analysis.rules.registry import rules
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.observed_training import ObservedTraining
-from lowprec_check.schema.amp_use import AmpFault, AmpUse
-from lowprec_check.schema.training import TrainingSetup
+from lowprec_check.schema.training import AmpFault, AmpUse, TrainingSetup
 
 Write = Callable[..., Path]
 

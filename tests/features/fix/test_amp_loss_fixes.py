@@ -20,8 +20,8 @@ from lowprec_check.features.fix.script_fixes import faults
 from lowprec_check.features.fix.script_steps import made_steps
 from lowprec_check.features.fix.seen_values import ScriptFacts, ScriptPlace
 from lowprec_check.features.fix.source_text import SourceText, edited
-from lowprec_check.schema.amp_use import AmpUse
 from lowprec_check.schema.op_calls import OpCall
+from lowprec_check.schema.training import AmpUse
 
 HEAD = """\
 import torch

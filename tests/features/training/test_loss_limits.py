@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowprec_check.features.training.spread import Spread
-from lowprec_check.features.training.trajectory import Samples, Trajectory
+from lowprec_check.features.training.spread import Samples, Spread, Trajectory
 
 SAMPLES = Samples({"weight": 4})
 LOSSES = ([2.0, 1.5, 1.2], [2.1, 1.62, 1.31], [1.9, 1.41, 1.13], [2.0, 1.52, 1.24])

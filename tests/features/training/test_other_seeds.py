@@ -17,10 +17,8 @@ from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.engine.model.target import Target, make_target
 from lowprec_check.engine.model.target_source import load_spec
 from lowprec_check.engine.model.target_spec import TargetSpec
-from lowprec_check.features.training.other_seeds import OtherSeeds
-from lowprec_check.features.training.spread import Spread
+from lowprec_check.features.training.spread import OtherSeeds, Samples, Spread, Trajectory
 from lowprec_check.features.training.steps import batches_of
-from lowprec_check.features.training.trajectory import Samples, Trajectory
 from lowprec_check.schema.training import Divergence
 
 FACTORY = """\

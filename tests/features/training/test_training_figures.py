@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from training_loops import losses_of_loop, mean_square, sgd, trained, training
 
 from lowprec_check.analysis.statements.kinds import statements
-from lowprec_check.engine.model.optimizer_like import OptimizerLike, settings_of
+from lowprec_check.engine.model.whole_optimizer import OptimizerLike, settings_of
 from lowprec_check.errors import UsageError
 from lowprec_check.features.training.lost_updates import check_epsilon
 from lowprec_check.features.training.training_part import TrainingPart

@@ -19,7 +19,7 @@ from training_loops import mean_square, sgd, trained, training
 
 from lowprec_check.analysis.conclusion import conclude
 from lowprec_check.core.tasks import RunTask
-from lowprec_check.engine.model.optimizer_like import Clip, OptimizerLike, settings_of
+from lowprec_check.engine.model.whole_optimizer import Clip, OptimizerLike, settings_of
 from lowprec_check.features.training import run as training_run
 from lowprec_check.features.training import ways
 from lowprec_check.features.training.advice import training_code

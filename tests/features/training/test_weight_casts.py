@@ -13,8 +13,7 @@ from lowprec_check import ScanResult
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.features.training.advice import training_code
 from lowprec_check.features.training.run import Training
-from lowprec_check.features.training.spread import Spread
-from lowprec_check.features.training.trajectory import Samples, Trajectory
+from lowprec_check.features.training.spread import Samples, Spread, Trajectory
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import ModelInfo
 from lowprec_check.schema.training import TrainingSetup, TrainingWay, WeightCast
