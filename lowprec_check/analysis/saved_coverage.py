@@ -1,4 +1,4 @@
-"""What is saved of the operators that a test suite uses: read, updated with a later run, compared."""
+"""What is saved of the operators that a test suite uses: read, updated by later runs, compared."""
 
 from __future__ import annotations
 

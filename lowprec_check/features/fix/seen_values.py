@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from lowprec_check.schema.training import AmpUse
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.scan_result import Run
+from lowprec_check.schema.training import AmpUse
 
 
 class SeenValue(Struct, frozen=True, kw_only=True):
