@@ -13,8 +13,7 @@ from lowprec_check.catalog import declared
 from lowprec_check.catalog.answers import difference
 from lowprec_check.catalog.answers import gaps as find_gaps
 from lowprec_check.catalog.measured import Sweep, history, sweeps
-from lowprec_check.catalog.records import LOW, MODES, SHORT, Dtype, Mode, State, in_samples
-from lowprec_check.catalog.support import OnCpu, TorchRelease
+from lowprec_check.catalog.records import LOW, MODES, SHORT, Dtype, Mode, OnCpu, State, TorchRelease, in_samples
 from lowprec_check.report.blocks import Block, Column, Document, Heading, Row, Say, Table, speed_of
 from lowprec_check.schema.axes import catalogued, is_declared
 

@@ -26,11 +26,16 @@ from lowprec_check.catalog.records import (
     Dtype,
     FailureKind,
     Mode,
+    OnCpu,
     OpRecord,
+    OpSupport,
+    Rank,
     State,
+    SupportCell,
+    TorchRelease,
+    fixed_since,
     why_operator_not_applicable,
 )
-from lowprec_check.catalog.support import OnCpu, OpSupport, Rank, SupportCell, TorchRelease, fixed_since
 from lowprec_check.catalog.versions import has_extension, release_of, version_key
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.axes import catalogued, device_of, is_declared

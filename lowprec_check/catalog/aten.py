@@ -23,9 +23,10 @@ from lowprec_check.catalog.records import (
     Numbers,
     OpRecord,
     State,
+    TorchRelease,
+    fixed_since,
     why_not_applicable,
 )
-from lowprec_check.catalog.support import TorchRelease, fixed_since
 from lowprec_check.catalog.versioned_file import data_folder, read_tables
 from lowprec_check.catalog.versions import release_of
 from lowprec_check.errors import UsageError

@@ -22,10 +22,14 @@ from lowprec_check.catalog.records import (
     Failure,
     FailureKind,
     Mode,
+    OnCpu,
     OpRecord,
+    OpSupport,
+    Registration,
+    SupportCell,
+    TorchRelease,
     why_operator_not_applicable,
 )
-from lowprec_check.catalog.support import OnCpu, OpSupport, Registration, SupportCell, TorchRelease
 from lowprec_check.catalog.versioned_file import VersionedFile, VersionRows, data_folder
 from lowprec_check.catalog.versions import has_extension, release_of, version_key
 from lowprec_check.errors import UsageError

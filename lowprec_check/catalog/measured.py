@@ -20,11 +20,13 @@ from lowprec_check.catalog.records import (
     Header,
     Mode,
     OpRecord,
+    OpSupport,
     OpTimes,
     State,
+    SupportCell,
+    TorchRelease,
     why_operator_not_applicable,
 )
-from lowprec_check.catalog.support import OpSupport, SupportCell, TorchRelease
 from lowprec_check.catalog.versioned_file import VersionedFile, VersionRows, data_folder
 from lowprec_check.catalog.versions import has_extension, release_of
 from lowprec_check.errors import UsageError

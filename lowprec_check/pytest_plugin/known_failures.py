@@ -236,7 +236,8 @@ class KnownFailures:
         position = None
         if result.entry is not None:
             position = self.known.index(result.entry)
-        report.lowprec_known = [list(result.raised), position, result.expected, result.matched]  # type: ignore[attr-defined]
+        known = [list(result.raised), position, result.expected, result.matched]
+        report.lowprec_known = known  # type: ignore[attr-defined]
 
     # -- in the process that collects results
 

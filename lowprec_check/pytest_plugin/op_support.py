@@ -22,10 +22,11 @@ from lowprec_check.catalog.records import (
     Mode,
     OpRecord,
     State,
+    TorchRelease,
+    fixed_since,
     in_samples,
     why_operator_not_applicable,
 )
-from lowprec_check.catalog.support import TorchRelease, fixed_since
 from lowprec_check.catalog.versions import installed_release
 from lowprec_check.errors import UsageError
 from lowprec_check.pytest_plugin.marker import is_device_available

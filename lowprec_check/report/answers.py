@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lowprec_check.catalog.answers import Difference, Gaps, OpAnswer
-from lowprec_check.catalog.records import SHORT, STATES, Mode, State, in_samples
-from lowprec_check.catalog.support import OnCpu, SupportCell
+from lowprec_check.catalog.records import SHORT, STATES, Mode, OnCpu, State, SupportCell, in_samples
 from lowprec_check.catalog.versions import version_key
 from lowprec_check.report.blocks import (
     Block,

@@ -18,8 +18,18 @@ from lowprec_check.catalog.answers import difference, find_fix, gaps, lookup
 from lowprec_check.catalog.aten import AtenCatalog
 from lowprec_check.catalog.known_issues import known_issues
 from lowprec_check.catalog.names import bare, dtype_of, find
-from lowprec_check.catalog.records import DTYPES, LOW, MODES, Dtype, Failure, Header, OpRecord, OpTimes, State
-from lowprec_check.catalog.support import OpSupport
+from lowprec_check.catalog.records import (
+    DTYPES,
+    LOW,
+    MODES,
+    Dtype,
+    Failure,
+    Header,
+    OpRecord,
+    OpSupport,
+    OpTimes,
+    State,
+)
 from lowprec_check.catalog.versioned_file import CatalogError
 from lowprec_check.errors import UsageError
 from lowprec_check.report.answers import answers_document

@@ -9,8 +9,7 @@ import pytest
 from lowprec_check.catalog import declared
 from lowprec_check.catalog.answers import difference, gaps
 from lowprec_check.catalog.measured import history, sweep_of, sweeps
-from lowprec_check.catalog.records import LOW, MODES, Mode
-from lowprec_check.catalog.support import TorchRelease
+from lowprec_check.catalog.records import LOW, MODES, Mode, TorchRelease
 from lowprec_check.report.blocks import Document, Table
 from lowprec_check.report.layout.markdown import markdown
 from tools.catalog_report import catalog_document, label, releases, word

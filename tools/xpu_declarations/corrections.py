@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from lowprec_check.catalog.declared import Source
-from lowprec_check.catalog.support import Registration
+from lowprec_check.catalog.records import Registration
 from lowprec_check.catalog.versioned_file import read_tables
 from lowprec_check.catalog.versions import version_key
 from lowprec_check.errors import UsageError

@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from lowprec_check.catalog.support import Registration
+from lowprec_check.catalog.records import Registration
 
 IMPLICIT = "CompositeImplicitAutograd"
 COMPOSITE = frozenset({IMPLICIT, "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional"})

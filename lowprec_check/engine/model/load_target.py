@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lowprec_check.engine.model.huggingface_zoo import load_folder, load_transformers, with_labels
 from lowprec_check.engine.model.inputs import (
     PASTE_INPUTS,
     BatchMaker,
@@ -54,7 +53,7 @@ from lowprec_check.engine.model.user_module import UserModule, import_file, impo
 from lowprec_check.engine.model.user_script import Definitions, ModelCall
 from lowprec_check.engine.model.weights import load_weights, stream_file
 from lowprec_check.engine.model.without_extension import without_extension
-from lowprec_check.engine.model.zoo import load_timm, load_torchvision
+from lowprec_check.engine.model.zoo import load_folder, load_timm, load_torchvision, load_transformers, with_labels
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.schema.options import FORMS
 from lowprec_check.schema.scanned_model import STREAMED

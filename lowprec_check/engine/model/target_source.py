@@ -19,10 +19,9 @@ from torch import nn
 
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.memory import free_weights
-from lowprec_check.engine.model.patched_source import use_sources
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.target_spec import OnProgress, TargetSpec
-from lowprec_check.engine.model.user_module import UserImports, separate_imports
+from lowprec_check.engine.model.user_module import UserImports, separate_imports, use_sources
 from lowprec_check.engine.model.user_script import parked_threads
 from lowprec_check.engine.model.weights import scale_weights
 from lowprec_check.errors import UsageError, WorkerError, encodable, first_line, message_of, type_name

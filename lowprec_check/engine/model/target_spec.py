@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from lowprec_check.engine.model.patched_source import Rewrite
 from lowprec_check.errors import UsageError
+
+if TYPE_CHECKING:
+    from lowprec_check.engine.model.user_module import Rewrite
 
 _SHAPE = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>scalar|\d+(?:x\d+)*)(?::(?P<dtype>\w+))?")
 

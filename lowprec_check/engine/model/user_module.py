@@ -1,24 +1,61 @@
-"""The user's module, imported or run as a script up to its first call of a model."""
+"""The user's module, imported or run up to its first call of a model; perhaps with a patch."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import importlib
+import importlib.machinery
 import importlib.util
+import linecache
 import os
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
+from types import CodeType
 from typing import Any, NamedTuple
 
-from lowprec_check.engine.model.patched_source import changed_code
 from lowprec_check.engine.model.user_code import call_user_code, defines
 from lowprec_check.engine.model.user_script import Definitions, Observer, Ran, run_to_first_call, run_user_code
 from lowprec_check.errors import UsageError
+
+Rewrite = Callable[[str, ast.Module], ast.Module]
+"""Changes the parsed text of a file before it is compiled: the path, and the module."""
+
+_texts: dict[str, str] = {}
+_rewrites: list[Rewrite] = []
+_unpatched = importlib.machinery.SourceFileLoader.get_code
+
+
+def use_sources(texts: Mapping[str, str], rewrite: Rewrite | None = None) -> None:
+    """From now on, load files with ``texts``, by resolved path, each changed by ``rewrite``."""
+    _texts.clear()
+    _texts.update(texts)
+    _rewrites[:] = filter(None, [rewrite])
+    # Every import goes through this method, also those of other modules of the user's
+    loader: Any = importlib.machinery.SourceFileLoader
+    loader.get_code = _unpatched
+    if texts:
+        loader.get_code = lambda loader, name: changed_code(loader.path) or _unpatched(loader, name)
+    for path, text in texts.items():  # where inspect and TorchScript find it
+        linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
+
+
+def changed_code(path: str | os.PathLike[str]) -> CodeType | None:
+    """The code of a file with changes; ``None`` for any other."""
+    text = _texts.get(os.path.realpath(path))
+    if text is None:
+        return None
+    tree = ast.parse(text, str(path))
+    for rewrite in _rewrites:
+        tree = rewrite(os.path.realpath(path), tree)
+    code: CodeType = compile(tree, str(path), "exec", dont_inherit=True)
+    return code
+
 
 _RELATIVE_IMPORT = re.compile(r"^\s*from\s+\.", re.MULTILINE)
 

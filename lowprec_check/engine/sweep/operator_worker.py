@@ -83,7 +83,8 @@ class Caller:
         self.seed(seed)
         try:
             result = self.run(sample.cast(dtype, grad=mode.endswith("backward")), dtype, mode)
-        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # the kernel ran; the rounded values were singular
+        # The kernel ran, but the rounded values were singular.
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             return Trial(True)
         except Exception as error:
             exit_if_device_lost(error)

@@ -8,16 +8,17 @@ from typing import NamedTuple
 
 from lowprec_check.features.fix.fix_kinds import keyword
 from lowprec_check.features.fix.scene import SourceFix, torch_in, wrapped
-from lowprec_check.features.fix.script_calls import (
+from lowprec_check.features.fix.seen_values import ScriptFacts, ScriptPlace
+from lowprec_check.features.fix.source_text import (
     FUNCTIONS,
+    Edit,
     Locate,
     ScriptCall,
+    SourceText,
     blocks_around,
     call_at,
     step_after,
 )
-from lowprec_check.features.fix.seen_values import ScriptFacts, ScriptPlace
-from lowprec_check.features.fix.source_text import Edit, SourceText
 from lowprec_check.schema.training import AmpFault, AmpUse
 
 Found = tuple[SourceText, SourceFix] | str

@@ -31,8 +31,7 @@ from lowprec_check.features.fix.fix_sites import OwnFiles, PatchedFile, Sites, d
 from lowprec_check.features.fix.scene import Scene, Site, SourceFix, compose
 from lowprec_check.features.fix.seen_values import SourceTrial
 from lowprec_check.features.fix.source_text import SourceText, edited, lines_of, unified_diff
-from lowprec_check.features.fix.source_trial import Goal, Look, PlainTrial, try_source
-from lowprec_check.features.fix.value_probe import start_probing
+from lowprec_check.features.fix.source_trial import Goal, Look, PlainTrial, start_probing, try_source
 from lowprec_check.process import Isolation, system
 from lowprec_check.schema.fixing import Fixing, InputInFp32, LeftAlone, Proven, SourceChange
 from lowprec_check.schema.measures import InputTrial

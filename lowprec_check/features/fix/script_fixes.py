@@ -9,16 +9,17 @@ from typing import NamedTuple
 from lowprec_check.features.fix.amp_fixes import ScalerCalls, amp_fixes, loss_fixes
 from lowprec_check.features.fix.fix_kinds import keyword
 from lowprec_check.features.fix.scene import SourceFix, torch_in, unused_name
-from lowprec_check.features.fix.script_calls import (
+from lowprec_check.features.fix.seen_values import ScriptFacts, ScriptPlace
+from lowprec_check.features.fix.source_text import (
     FUNCTIONS,
+    Edit,
     Locate,
     ScriptCall,
+    SourceText,
     blocks_around,
     call_at,
     step_after,
 )
-from lowprec_check.features.fix.seen_values import ScriptFacts, ScriptPlace
-from lowprec_check.features.fix.source_text import Edit, SourceText
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _REPEATS = (*_LOOPS, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)

@@ -10,11 +10,10 @@ from typing import Literal, NamedTuple
 from lowprec_check.engine.model.observed_training import SAME_LOSS
 from lowprec_check.features.fix.fix_kinds import keyword
 from lowprec_check.features.fix.scene import SourceFix, torch_in, unused_name, wrapped
-from lowprec_check.features.fix.script_calls import FUNCTIONS, Locate, blocks_around
 from lowprec_check.features.fix.script_fixes import faults, scaled
 from lowprec_check.features.fix.script_steps import NAMES_OF_SWITCHES
 from lowprec_check.features.fix.seen_values import ForwardPass, ScriptFacts, ScriptOption
-from lowprec_check.features.fix.source_text import Edit, SourceText
+from lowprec_check.features.fix.source_text import FUNCTIONS, Edit, Locate, SourceText, blocks_around
 from lowprec_check.schema.precisions import PRECISIONS, Precision
 from lowprec_check.schema.statements import say
 from lowprec_check.schema.training import BEYOND, STALLED

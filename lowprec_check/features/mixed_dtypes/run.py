@@ -20,8 +20,7 @@ from lowprec_check.engine.model.plain_run import describe_error
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.streamed_weights import stream_of
 from lowprec_check.engine.model.target import Target
-from lowprec_check.features.mixed_dtypes.casts_tried import Casting, try_casts
-from lowprec_check.features.mixed_dtypes.dtype_origins import DtypeOrigins
+from lowprec_check.features.mixed_dtypes.casts_tried import Casting, DtypeOrigins, try_casts
 from lowprec_check.schema.findings import ModelAsGiven
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.precisions import PRECISIONS

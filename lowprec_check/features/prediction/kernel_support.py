@@ -16,8 +16,7 @@ from lowprec_check.catalog.known_issues import matching
 from lowprec_check.catalog.names import function_name, overload_name
 from lowprec_check.catalog.predictable import has_kernels
 from lowprec_check.catalog.records import DTYPES as DTYPES_OF_CATALOG
-from lowprec_check.catalog.records import FORMATS, SHORT, Dtype, Numbers
-from lowprec_check.catalog.support import Registration
+from lowprec_check.catalog.records import FORMATS, SHORT, Dtype, Numbers, Registration
 from lowprec_check.core.trace.dispatched_call import DispatchedCall
 from lowprec_check.schema.axes import device_of
 from lowprec_check.schema.measures import PredictedDevice

@@ -17,8 +17,8 @@ import msgspec
 from lowprec_check.core.session import Session
 from lowprec_check.engine.model.output_measures import parse_limits
 from lowprec_check.engine.model.output_tensors import OutputForm
-from lowprec_check.engine.model.patched_source import use_sources
 from lowprec_check.engine.model.target_spec import LOAD_SECONDS, NOTICE, OnProgress, TargetSpec
+from lowprec_check.engine.model.user_module import use_sources
 from lowprec_check.errors import ProcessLostError, UsageError, first_line, message_of
 from lowprec_check.features.programs.assignments import Assignment, Assignments, assignments_of
 from lowprec_check.features.programs.program_code import forms_of_code, patched, why_no_code

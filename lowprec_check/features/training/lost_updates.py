@@ -298,5 +298,6 @@ def check_epsilon(parameters: Sequence[nn.Parameter], make: MakeOptimizer) -> li
         elements = sum(copied.numel() for copied in copies)
         pairs = zip(parameters, copies, strict=True)
         wrong = sum(int((given.isfinite() & ~copied.isfinite()).sum()) for given, copied in pairs)
-        found.append(EpsilonCheck(implementation=name, nonfinite=wrong / max(elements, 1), error=error))  # type: ignore[arg-type]
+        share = wrong / max(elements, 1)
+        found.append(EpsilonCheck(implementation=name, nonfinite=share, error=error))  # type: ignore[arg-type]
     return found

@@ -20,15 +20,6 @@ from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.training import make_optimizer
 from lowprec_check.errors import UsageError
-from lowprec_check.features.training.first_step import (
-    MOST,
-    FirstGradients,
-    Largest,
-    LargestGradient,
-    compare_gradients,
-    first_step_under,
-    suggested_scale,
-)
 from lowprec_check.features.training.lost_updates import LostUpdateCounter, check_epsilon, lost_buffer_updates
 from lowprec_check.features.training.spread import Spread, Trajectory
 from lowprec_check.features.training.steps import (
@@ -39,7 +30,18 @@ from lowprec_check.features.training.steps import (
     Watcher,
     state_bytes,
 )
-from lowprec_check.features.training.training_reference import TrainingReference, TrainingSteps, in_training
+from lowprec_check.features.training.training_reference import (
+    MOST,
+    FirstGradients,
+    Largest,
+    LargestGradient,
+    TrainingReference,
+    TrainingSteps,
+    compare_gradients,
+    first_step_under,
+    in_training,
+    suggested_scale,
+)
 from lowprec_check.features.training.ways.usual import PLAIN, SUGGESTED
 from lowprec_check.schema.training import LossScale, TrainingRun, TrainingWay
 from lowprec_check.schema.verdict import Status

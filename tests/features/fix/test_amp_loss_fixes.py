@@ -15,11 +15,10 @@ from conftest import Call
 from lowprec_check.features.fix.amp_fixes import loss_fixes
 from lowprec_check.features.fix.fix_sites import OwnFiles, Sites
 from lowprec_check.features.fix.scene import compose
-from lowprec_check.features.fix.script_calls import Locate
 from lowprec_check.features.fix.script_fixes import faults
 from lowprec_check.features.fix.script_steps import made_steps
 from lowprec_check.features.fix.seen_values import ScriptFacts, ScriptPlace
-from lowprec_check.features.fix.source_text import SourceText, edited
+from lowprec_check.features.fix.source_text import Locate, SourceText, edited
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.training import AmpUse
 

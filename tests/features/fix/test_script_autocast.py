@@ -15,12 +15,11 @@ from shared_result import shared_result
 
 from lowprec_check.features.fix.fix_sites import OwnFiles, Sites
 from lowprec_check.features.fix.scene import compose
-from lowprec_check.features.fix.script_calls import Locate
 from lowprec_check.features.fix.script_fixes import scaled
 from lowprec_check.features.fix.script_precision import autocast_changes, switches
 from lowprec_check.features.fix.script_steps import made_steps
 from lowprec_check.features.fix.seen_values import ScriptFacts, ScriptPlace
-from lowprec_check.features.fix.source_text import SourceText, edited
+from lowprec_check.features.fix.source_text import Locate, SourceText, edited
 from lowprec_check.features.fix.statements import patch_of_script
 from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.fixing import Fixing
