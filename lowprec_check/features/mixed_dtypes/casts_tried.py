@@ -1,4 +1,4 @@
-"""Runs a model again with a cast where an op gets several dtypes, and sees where these come from."""
+"""Runs a model again with a cast where an op gets several dtypes; sees where these come from."""
 
 from __future__ import annotations
 
