@@ -153,6 +153,7 @@ def closest(entries: Iterable[KnownFailure], test: str) -> KnownFailure | None:
         characters = len(_literal(entry.test) or re.sub(r"\\?\*", "", entry.test))
         return entry.is_exact(test), characters, sum(condition is not None for condition in entry.conditions)
 
+    # Of two that are equally close, none can be preferred: people must decide
     closest_first = sorted(entries, key=closeness, reverse=True)
     if len(closest_first) > 1 and closeness(closest_first[0]) == closeness(closest_first[1]):
         two = []
@@ -211,6 +212,7 @@ def read(path: Path) -> Manifest:
         raise UsageError(f"The manifest {path} does not exist.", "Create it with --lowprec-update-manifest.") from None
     except OSError as error:
         raise UsageError(f"Cannot read {path}: {error.strerror}.") from None
+    # The same test may have an entry for each torch or platform
     seen: set[Any] = set()
     for entry in entries:
         try:
@@ -243,6 +245,7 @@ def dump(entries: Iterable[KnownFailure], head: str = HEAD) -> str:
 
 def head_of(path: Path) -> str:
     """The comment at the top of a manifest, which an update keeps."""
+    # A byte order mark of an editor on Windows is no part of it
     lines: list[str] = []
     for line in path.read_text(encoding="utf-8-sig").splitlines(keepends=True) if path.exists() else []:
         if not line.startswith("#"):
@@ -292,6 +295,7 @@ def updated(before: Manifest, results: Mapping[str, Result], missing: Iterable[K
     Other entries are unchanged, also patterns: a test that raises something else than its pattern
     gets its own entry. Reasons and other keys are kept, but for a ``match`` that fails.
     """
+    # A pattern is never changed, since it is about other tests too
     gone, added, changed, edit = [*missing], [], [], []
     after = [entry for entry in before if entry not in gone]
     for test, (raised, entry, expected, matched) in results.items():

@@ -122,6 +122,7 @@ class Node:
             return False
         if [version_of(tensor) for tensor in self.reads] != self.versions:
             return False
+        # What a module keeps besides its weights may differ in another call
         arguments = {id(tensor) for tensor in self.reads}
         others = {id(tensor) for node in before for tensor in node.results}
         for part in module.modules():
@@ -141,6 +142,7 @@ def opened(nodes: Sequence[Node], losses: Iterable[Tensor]) -> list[list[Node]]:
     parts: list[list[Node]] = []
     outside = {id(tensor) for tensor in losses} | {id(tensor) for node in nodes for tensor in node.reads}
     for node in nodes:
+        # A method may keep tensors in attributes, where others read them
         made = {key for inner in node.inside for key in inner.written()}
         if made & outside <= {id(tensor) for tensor in node.results}:
             parts.append([node])
@@ -161,6 +163,7 @@ _LIMITS = ("min", "max", "eps", "tiny", "smallest_normal")
 
 def limits_of(dtype: torch.dtype) -> list[float]:
     """The numbers that code makes of a floating-point dtype: ``torch.finfo(dtype).min``."""
+    # Masks are often made of half the limit
     limits = [getattr(torch.finfo(dtype), name) for name in _LIMITS]
     return [*limits, limits[0] / 2, limits[1] / 2]
 
@@ -219,6 +222,7 @@ class CallRecorder(TorchFunctionMode):
 
     def recorded(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a call; recorded if it makes tensors of tensors, or numbers of them."""
+        # Reading a dtype computes nothing, but may decide what is computed next
         if getattr(call, "__self__", None) is Tensor.dtype:
             self._note_dtype()
             self._dtype_read = Node.of(dtype_read, args[:1], {})
@@ -227,6 +231,7 @@ class CallRecorder(TorchFunctionMode):
         if self._dtype_read is not None and node.takes_dtype_of(self._dtype_read.reads[0]):
             self._dtype_read = None
         self._note_dtype()
+        # `p.data = x` replaces values without a function that writes in place
         is_given_data = getattr(call, "__self__", None) is Tensor.data and node.name == "__set__"
         for tensor in [*node.changed, *args[:is_given_data]]:
             self.on_change(tensor, node.line)
@@ -278,6 +283,7 @@ class CallRecorder(TorchFunctionMode):
     def paused(self) -> Iterator[None]:
         """Inside, nothing is recorded, and no function of torch comes by here."""
         before, self.on, self.is_paused = (self.on, self.is_paused), False, True
+        # Modes of the user's own stay
         stack = function_modes()
         set_function_modes([mode for mode in stack if mode is not self])
         try:

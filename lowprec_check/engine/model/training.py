@@ -66,6 +66,7 @@ def loss_of(loss: Callable[..., Any] | None, output: Any, inputs: LossInputs) ->
         return terms[0]
     args, kwargs = (), dict[str, Any]()
     if required_arguments(loss) > 1:
+        # A batch with more than the model takes has the targets; else the loss reads the inputs
         what, args = "targets", inputs.targets
         if not inputs.targets:
             what, args, kwargs = "inputs", inputs.args, inputs.kwargs
@@ -100,6 +101,7 @@ def _own_loss(output: Any) -> _OwnLoss | None:
     parts = enumerate(output) if isinstance(output, (list, tuple)) else ()
     values = [(output, "output"), *((part, f"output[{index}]") for index, part in parts)]
     scalars = [_OwnLoss(value, code) for value, code in values if _may_be_loss(value) and value.ndim == 0]
+    # Several scalars may be parts of a loss, so none of them is taken
     return scalars[0] if len(scalars) == 1 else None
 
 
@@ -116,6 +118,7 @@ def _scores(output: Any, tensors: list[Tensor]) -> Tensor | None:
         scores = tensors[0]
     else:
         return None
+    # The cross-entropy of a single class is always zero
     return scores if scores.shape[1] > 1 and not scores.is_complex() else None
 
 
@@ -182,6 +185,7 @@ def make_optimizer(optimizer: Any, parameters: list[nn.Parameter]) -> torch.opti
     if not (callable(getattr(made, "step", None)) and hasattr(made, "param_groups")):
         hint = "Return one, for example torch.optim.AdamW(parameters, lr=1e-3)."
         raise UsageError(f"`optimizer` returned an object of type {type_name(made)}, not an optimizer.", hint)
+    # One of other parameters would train nothing of the model that is scanned
     allowed = {id(parameter) for parameter in parameters}
     if any(id(parameter) not in allowed for group in made.param_groups for parameter in group["params"]):
         raise UsageError("`optimizer(parameters)` returned an optimizer of other parameters.", _GROUPS)
@@ -240,6 +244,7 @@ def describe_optimizer(made: Any) -> str:
     if isinstance(made, WholeOptimizer):
         described = describe_optimizer(made.inner)
         return described if made.owner is made.inner else f"{type(made.owner).__name__} of {described}"
+    # Settings that are left as they are say nothing
     usual = {name: parameter.default for name, parameter in parameters_of(type(made)).items()}
     settings = []
     for name in made.defaults:

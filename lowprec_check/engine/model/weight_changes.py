@@ -99,6 +99,7 @@ class WeightChanges:
         weights = [self._copies[key][1].double() for key in changed]
         # Rounding may have lost the whole update of a weight
         earlier = [self._earlier.get(key, torch.zeros_like(update)) for key, update in updates.items()]
+        # The simplest that explains all changes, then with momentum, then with decay
         plain = _fit(wanted, [gradients], rounding)
         decayed = _fit(wanted, [gradients, weights], rounding)
         carried = _fit(wanted, [gradients, earlier], rounding) if self._earlier else None
@@ -133,6 +134,7 @@ def _fit(wanted: list[Tensor], parts: list[list[Tensor]], rounding: float) -> li
 
 def _short(value: float) -> float:
     """The shortest number that is as good: 0.1 for 0.09999998."""
+    # People write few digits; the fit has rounding in it
     for digits in range(1, 6):
         short = float(f"{value:.{digits}g}")
         if abs(short - value) <= 1e-5 * abs(value):
@@ -152,6 +154,7 @@ class WeightCasts:
         return [(nn.Module, name, self._cast) for name in ("to", "half", "bfloat16")]
 
     def _cast(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # What has 16 bits already was cast elsewhere
         wide = [parameter for parameter in module.parameters() if parameter.dtype not in NARROW]
         result = original(module, *args, **kwargs)
         for parameter in wide:
@@ -175,6 +178,7 @@ def widen(root: nn.Module) -> None:
     """Take all weights and buffers from 16 bits to fp32, in place."""
     for tensor in (*root.parameters(), *root.buffers()):
         if tensor.dtype in NARROW:
+            # A gradient has the dtype of its weight
             tensor.grad = None
             tensor.data = widened(tensor.data)
 

@@ -90,6 +90,7 @@ def _scaled_step(script: ScalerCalls, call: ScriptCall, _use: AmpUse) -> Found:
     if call.call.args or call.call.keywords:
         return "step() is called with arguments"
     edits = [Edit(*call.source.span(call.call), f"{scaler}.step({call.of_text})")]
+    # Without an update, a scale that is too large would skip every step
     if not script.facts.updates:
         edits.append(call.source.behind(call.statement, f"{scaler}.update()"))
     return _fixed(call, "scaler_step", "gradients are still scaled: let the scaler make the step", *edits)
@@ -101,8 +102,10 @@ def _unscaled_once(script: ScalerCalls, call: ScriptCall, use: AmpUse) -> Found:
     why = "gradients are unscaled twice for an update: do it once, before the step"
     if not isinstance(call.statement, ast.Expr):
         return "unscale_ is not a statement"
+    # Of two calls in two lines, the second is one too many
     if use.earlier not in (None, use.line):
         return _fixed(call, "unscale_once", why, *source.removals([call.statement]))
+    # One line that a loop repeats: it is enough once, before the step
     step = step_after(call.statement, source, script.steps)
     if step is None:
         return "no step of a GradScaler follows in its function"
@@ -110,6 +113,7 @@ def _unscaled_once(script: ScalerCalls, call: ScriptCall, use: AmpUse) -> Found:
     around = dict(blocks_around(source, step.statement))
     if block not in around or around[block] is step.statement:
         return "it is not in a block around that of the step"
+    # What clips in between needs unscaled gradients, so it moves along
     moved: list[ast.stmt] = [call.statement]
     for clip in script.calls((*script.facts.clips, *script.facts.scaled_clips), "clip_grad"):
         is_between = call.statement.lineno <= clip.statement.lineno <= step.statement.lineno
@@ -126,6 +130,7 @@ def _updated(script: ScalerCalls, call: ScriptCall, _use: AmpUse) -> Found:
     steps = [step for step in script.steps if step.source is call.source and step.function is call.function]
     if not steps:
         return "no step of a GradScaler is in its function"
+    # Steps of several optimizers share one scale until the last is made
     last = max(steps, key=lambda step: step.source.span(step.statement))
     update = last.source.behind(last.statement, f"{last.of_text}.update()")
     return _fixed(last, "scaler_update", "the scaler is never updated: do it after the step", update)
@@ -146,6 +151,7 @@ def _updated_after_step(script: ScalerCalls, call: ScriptCall, _use: AmpUse) -> 
 def _scaled_loss(script: ScalerCalls, call: ScriptCall, _use: AmpUse) -> Found:
     """The loss is scaled."""
     source, edits = call.source, list[Edit]()
+    # All losses get the scale: gradients of one update add up
     for backward in script.calls(script.facts.backward, "backward"):
         if backward.source is not source or backward.function is not call.function:
             return "backward() is called in another function"
@@ -247,6 +253,7 @@ def _unscaled_bf16(fault: _Fault) -> Found:
         where, call = made
         if not isinstance(call, ast.Call):
             return "the GradScaler is not made by a call in the script"
+        # Disabled rather than removed: its calls in the script stay as they are
         argument = next((each.value for each in call.keywords if each.arg == "enabled"), None)
         edit = keyword(where, call, "enabled=False")
         if argument is not None:
@@ -268,6 +275,7 @@ def _backward_outside(fault: _Fault) -> Found:
     if not isinstance(around, ast.With):
         return "autocast is entered around the loop: enter it around the forward pass and the loss"
     parent = source.parents[statement]
+    # The block can end here if nothing in the rest of it is a forward pass
     if isinstance(parent, ast.With) and len(parent.items) == 1:
         number = parent.body.index(statement)
         moved = parent.body[number:]
@@ -278,6 +286,7 @@ def _backward_outside(fault: _Fault) -> Found:
         if number and is_autocast and not forward_follows and all(map(source.can_be_indented, moved)):
             edits = source.dedented(moved, parent)
             return source, SourceFix("backward_outside", why, node, edits=tuple(edits))
+    # Otherwise autocast is off for this statement alone
     torch, imports = torch_in(source)
     header = f'with {torch}.autocast("{facts.device}", enabled=False):'
     edits = [*imports, *source.indented_under([statement], header)]
@@ -288,6 +297,7 @@ def _in_fp32_weights(fault: _Fault) -> Found:
     """Weights that stay in fp32: without the cast, or the dtype that they are made with."""
     facts, locate, _, source, node = fault
     why = "a GradScaler takes no gradients in fp16: keep the weights in fp32"
+    # The cast itself, where its call was seen
     for place in facts.weight_casts:
         cast = locate(place, "half")
         if isinstance(cast, str) or not isinstance(cast[1], ast.expr):
@@ -301,6 +311,7 @@ def _in_fp32_weights(fault: _Fault) -> Found:
             edit = Edit(where.span(of)[1], where.span(call)[1], "")
             return where, SourceFix("fp32_weights", why, call, edits=(edit,))
     calls = [call for call in ast.walk(source.tree) if isinstance(call, ast.Call)]
+    # Without one, layers were made in fp16
     edits, layers = list[Edit](), set[str]()
     for call in calls:
         changes = list(_without_dtype(source, call))
@@ -320,11 +331,13 @@ def _in_fp32_weights(fault: _Fault) -> Found:
 
 def _without_dtype(source: SourceText, call: ast.Call) -> Iterator[Edit]:
     """A layer made without ``dtype=torch.float16``."""
+    # Layers are classes; a tensor with this dtype is no weight
     if not source.segment(call.func).rpartition(".")[2][:1].isupper():
         return
     values = [*call.args, *(each.value for each in call.keywords)]
     for each in call.keywords:
         if each.arg == "dtype" and source.segment(each.value).rpartition(".")[2] in _HALF:
+            # From the end of the argument before it, so that the comma goes too
             earlier = [source.outer(value)[1] for value in values if source.span(value) < source.span(each)]
             start = max(earlier, default=source.span(each)[0])
             yield Edit(start, source.span(each)[1], "")

@@ -243,6 +243,7 @@ class _Search:
         # Without what is not needed, found at a glance; by proofs if that set fails.
         state, trial = best
         score = distance_of(trial.runs)
+        # A change without which the model raises is needed in any case
         may_go = [key for key, chosen in state.items() if not chosen.raises or chosen.round]
         may_go.sort(key=lambda key: (state[key].site.breaks, state[key].round, -getattr(key, "lineno", 0)))
         for goal in ("glance", "proof"):
@@ -348,6 +349,7 @@ class _Search:
             trial = self.tried(state)
         if trial is None or self._keeps_bits(trial):
             return trial
+        # Each change alone shows which of them changes fp32
         for key in list(state):
             alone = self.tried({key: state[key]}, "proof")
             if alone is None or not self._keeps_bits(alone):

@@ -164,6 +164,7 @@ class _Search:
         none, and why not.
         """
         after = self._tried(changes).facts
+        # Steps that are skipped lower the scale: start from where it ends
         if after is not None and after.skipped and after.scale is not None and before.scale is None:
             again = self._changes(
                 fault for fault in faults(before, self._located, after.scale) if not fault.is_harmless
@@ -219,6 +220,7 @@ class _Search:
         except ValueError as error:  # two changes of one expression
             return TriedScript(None, message_of(error))
         path, steps = os.path.abspath(self.spec.name), self.options.steps or STEPS
+        # Without a change, an exception is the script's own
         is_first = not changes and arguments is None
         given = self.spec.arguments if arguments is None else tuple(arguments)
         trial = ScriptTrial(path=path, arguments=given, steps=steps, twice=is_first)

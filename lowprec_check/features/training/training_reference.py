@@ -107,6 +107,7 @@ def first_step_under(mode: DispatchMode, ready: Prepared, target: Target, seed: 
     """The first step of ``ready`` in eager mode under ``mode``, without loss scaling."""
     step = TrainingStep(target, ready, PLAIN, target.model)
     watcher = FirstGradients({name: p for name, p in ready.model.named_parameters() if p.requires_grad})
+    # Before the update, which may change gradients
     step.on_gradients = lambda: watcher.gradients(step)
     snapshot = Snapshot(ready.model, target.rewound, parameters=True)
     seed_everything(seed)
@@ -258,6 +259,7 @@ class TrainingReference:
         """Read what the fp32 run saved."""
         saved = files.kept()
         base, *others = (Trajectory(**run) for run in saved["runs"])
+        # In the order in which `save` writes them
         sizes, *first_step = saved["kept"]
         return cls(base, others, Samples(sizes), *first_step)
 
@@ -266,6 +268,7 @@ class TrainingReference:
 def in_training(task: ModelTask, target: Target, snapshot: Snapshot | None = None) -> Iterator[Prepared]:
     """The model of ``task``, or its script's, in training mode with gradients; restored later."""
     with prepared_for(task, target, snapshot) as ready, torch.enable_grad():
+        # A script sets the mode of its modules itself
         if not ready.model.training and target.observed is None:
             ready.model.train()
         yield ready
@@ -354,6 +357,7 @@ class TrainingSteps:
                 if made == 2:
                     return
 
+        # What a way keeps between steps is held while one is made
         kept = kept_by(step.parts)
         if step.average is not None:
             kept = [*kept, *step.average.state_dict().values()]
@@ -431,6 +435,7 @@ class ReferenceTraining(TrainingSteps):
             run = msgspec.structs.replace(self.report.run, status="error", exception=exception, calls=calls)
             self._add_verdict(run)
             return
+        # With a rate and gradients, updates may be lost to rounding in fp32 too
         rates = [float(group.get("lr", 1.0)) for group in step.updates.optimizer.param_groups]
         has_gradients = not gradients.found or any(bool(gradient.any()) for gradient in gradients.found.values())
         changes = any(not weights.equal(base.weights[0]) for weights in base.weights)
@@ -440,6 +445,7 @@ class ReferenceTraining(TrainingSteps):
                 f"No weight changes in fp32 in {steps} of training, so there is nothing to compare.",
                 "Check the learning rate (a warm-up may start at 0), and that the loss depends on the weights.",
             )
+        # Steps that draw random numbers differ from the script's in any case
         observed, differs = self.target.observed, None
         if observed is not None and not loop.draws:
             differs = observed.differs_in(base.losses[: base.steps])
@@ -491,6 +497,7 @@ class ReferenceTraining(TrainingSteps):
         lines, made = optimizer_code(self.target.optimizer)
         spread = Spread(base, reference.others, samples, 0.0)
         low, high = spread.loss_band()
+        # Counting makes every step once more, so only where updates seem to be lost
         limits, counter = spread.loss_limits(), None
         if stalls.share >= STALLS and not getattr(self.target.optimizer, "takes_closure", False):
             make = functools.partial(make_optimizer, self.target.optimizer)
