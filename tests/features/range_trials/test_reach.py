@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lowprec_check import scan
 from lowprec_check.engine.model.prepared import prepared
-from lowprec_check.features.range_trials.out_of_range import OutOfRange, try_places
+from lowprec_check.features.range_trials.run import OutOfRange, try_places
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.scan_result import Diagnostic, ScanResult
