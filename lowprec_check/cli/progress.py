@@ -52,15 +52,11 @@ class Progress:
 
     def line(self, run: str, doing: str, elapsed: float) -> str:
         """``run 3 of 5 · half · plain run · 0:14``; seconds ``elapsed``."""
-        now = f"{run} · {doing} · {_clock(elapsed)}"
+        minutes, seconds = divmod(int(elapsed), 60)
+        now = f"{run} · {doing} · {minutes}:{seconds:02}"
         if self._done >= self._total:
             return now
         return f"run {self._done + 1} of {self._total} · {now}"
-
-
-def _clock(seconds: float) -> str:
-    """``1:05`` of 65 seconds."""
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
 # -- Where it is shown

@@ -291,7 +291,13 @@ def _range(figures: Sequence[Figure], kind: str) -> str:
         return _DTYPES.sub(lambda _: next(alternatives), texts[0])
     name, _, noun = kind.partition(" ")
     if name == "of":
-        return _range_of([figure for figure in figures if isinstance(figure, list)], noun)
+        # ``417 – 884 of 200,704 values (0.2 – 0.4 %)``; totals that differ become a range too.
+        pairs = [figure for figure in figures if isinstance(figure, list)]
+        numbers, totals, count = [number for number, _ in pairs], [total for _, total in pairs], f"count {noun}"
+        if any(not total or total < number for number, total in pairs):
+            return _range(numbers, count)
+        share = _range([number / total for number, total in pairs], "percent")
+        return f"{_range(numbers, 'number')} of {_range(totals, count)} ({share})"
     # What is unknown is shown last.
     order = sorted((math.inf if isinstance(figure, list | str) or figure is None else figure) for figure in figures)
     if name == "count":
@@ -302,15 +308,6 @@ def _range(figures: Sequence[Figure], kind: str) -> str:
     if " " in low and high.endswith(f" {unit}"):
         return f"{low.removesuffix(f' {unit}')} – {high}"
     return f"{low} – {high}"
-
-
-def _range_of(pairs: Sequence[list[Any]], noun: str) -> str:
-    """``417 – 884 of 200,704 values (0.2 – 0.4 %)``; totals that differ become a range too."""
-    numbers, totals, count = [number for number, _ in pairs], [total for _, total in pairs], f"count {noun}"
-    if any(not total or total < number for number, total in pairs):
-        return _range(numbers, count)
-    share = _range([number / total for number, total in pairs], "percent")
-    return f"{_range(numbers, 'number')} of {_range(totals, count)} ({share})"
 
 
 class Joined(NamedTuple):

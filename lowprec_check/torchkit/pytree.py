@@ -321,7 +321,18 @@ def _mapped(value: Any, function: Callable[[torch.Tensor], Any], objects: Copies
         clone.update({key: _mapped(item, function, objects) for key, item in value.items()})
         return clone
     if issubclass(kind, Mapping):
-        return _mapped_mapping(value, function, objects)
+        content = {key: _mapped(item, function, objects) for key, item in _pairs(value)}
+
+        def refilled() -> Any:
+            mapping = copy.copy(value)
+            try:
+                for key, item in content.items():
+                    mapping[key] = item
+            except TypeError:
+                return content  # a read-only mapping
+            return mapping
+
+        return _made(value, refilled)
     if issubclass(kind, (list, tuple)):
         mapped = [_mapped(item, function, objects) for item in _elements(value)]
         return _made(value, lambda: kind(*mapped) if hasattr(kind, "_fields") else kind(mapped))
@@ -355,21 +366,6 @@ def _is_copied_by_attributes(kind: Any) -> bool:
     is_plain = all(getattr(kind, name, None) is getattr(object, name, None) for name in names)
     is_whole = bool(kind.__dictoffset__) and _has_plain_dictionary(kind) and not _declared_slots(kind)
     return is_plain and is_whole and not any(hasattr(kind, name) for name in ("__copy__", "__setstate__"))
-
-
-def _mapped_mapping(value: Any, function: Callable[[torch.Tensor], Any], objects: Copies) -> Any:
-    content = {key: _mapped(item, function, objects) for key, item in _pairs(value)}
-
-    def refilled() -> Any:
-        mapping = copy.copy(value)
-        try:
-            for key, item in content.items():
-                mapping[key] = item
-        except TypeError:
-            return content  # a read-only mapping
-        return mapping
-
-    return _made(value, refilled)
 
 
 def _made(value: Any, make: Callable[[], Any]) -> Any:

@@ -689,7 +689,12 @@ class StepObserver(ThreadObserver):
                     if step.is_last and step is not made[-1]:
                         parts.append([])
             with self._recorder.paused():
-                self._open_methods()
+                # Replace calls of methods, of which more is used than they return, by what they
+                # called.
+                opened_nodes = opened(self._recorder.nodes, [backward.loss for backward in self._backwards])
+                counts = [0, *itertools.accumulate(map(len, opened_nodes))]
+                self._recorder.nodes[:] = itertools.chain(*opened_nodes)
+                self._backwards[:] = [backward._replace(nodes=counts[backward.nodes]) for backward in self._backwards]
                 try:
                     for steps in parts[: max(found.wanted, CHECKED)]:
                         self._add(steps)
@@ -708,13 +713,6 @@ class StepObserver(ThreadObserver):
         if problem is not None:
             self.give_up(message_of(problem))
         self.found.templates = {one: template for one, template in self.found.templates.items() if one in whole}
-
-    def _open_methods(self) -> None:
-        """Replace calls of methods, of which more is used than they return, by what they called."""
-        opened_nodes = opened(self._recorder.nodes, [backward.loss for backward in self._backwards])
-        counts = [0, *itertools.accumulate(map(len, opened_nodes))]
-        self._recorder.nodes[:] = itertools.chain(*opened_nodes)
-        self._backwards[:] = [backward._replace(nodes=counts[backward.nodes]) for backward in self._backwards]
 
     def _forget_step(self) -> None:
         self._recorder.forget()

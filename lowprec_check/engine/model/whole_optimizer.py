@@ -324,7 +324,10 @@ class WholeOptimizerLike(OptimizerLike):
         made = Template(*_copies(*self._template, own))
         for states in (state for part in made for state in _states(part)):
             for parameter, state in states.items():
-                _cast(state, parameter)
+                # Cast what was kept of a parameter in fp32, as if it had been made of this one.
+                for name, value in state.items() if isinstance(state, dict) else ():
+                    if isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape:
+                        state[name] = value.to(parameter.dtype)
 
         def before(optimizer: WholeOptimizer, stage: int) -> None:
             nonlocal done
@@ -346,13 +349,6 @@ def _states(part: Any) -> Iterator[Mapping[Any, Any]]:
     for value in vars(part).values():
         if isinstance(value, dict) and any(isinstance(key, Tensor) for key in value):
             yield value
-
-
-def _cast(state: Any, parameter: Tensor) -> None:
-    """Cast what was kept of a parameter in fp32, as if it had been made of this one."""
-    for name, value in state.items() if isinstance(state, dict) else ():
-        if isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape:
-            state[name] = value.to(parameter.dtype)
 
 
 def _copies(owner: Any, inner: Optimizer, parameters: Mapping[int, Tensor]) -> tuple[Any, Optimizer]:

@@ -426,9 +426,12 @@ class Adoption:
 
     def found(self, names: Sequence[str], arguments: Sequence[str], script: SourceText | str) -> Adopted | None:
         """The first way that passes."""
+        # The script, and the files of its own that make its passes
+        made = [self._locate(forward_pass.backward, "backward") for forward_pass in self._before.passes]
+        files = [script, *(each[0] for each in made if not isinstance(each, str))]
+        sources = list(dict.fromkeys(file for file in files if isinstance(file, SourceText)))
         for precision in map(PRECISIONS.get, names):
             dtype = str(torch_dtype(precision.format)).removeprefix("torch.")
-            sources = self._sources(script)
             for switch in switches(self._before, arguments, sources, dtype):
                 of_switch = [] if switch.change is None else [switch.change]
                 adopted = self._tried(precision, dtype, of_switch, switch.arguments or arguments, switch.words)
@@ -442,12 +445,6 @@ class Adoption:
                 if adopted is not None:
                     return adopted
         return None
-
-    def _sources(self, script: SourceText | str) -> list[SourceText]:
-        """The script, and the files of its own that make its passes."""
-        found = [self._locate(forward_pass.backward, "backward") for forward_pass in self._before.passes]
-        sources = [script, *(each[0] for each in found if not isinstance(each, str))]
-        return list(dict.fromkeys(each for each in sources if isinstance(each, SourceText)))
 
     def _in_code(self, dtype: str) -> Iterator[tuple[str, list[Change] | str]]:
         """Autocast in the script's loop, also with outputs in fp32, or why that is not possible."""

@@ -125,14 +125,14 @@ def _reached(losses: Sequence[Tensor]) -> set[Any]:
     return reached
 
 
-def add_noise(module: nn.Module, seen: set[int], generator: Any, size: float) -> None:
-    """Change the weights of a module by noise, relative to each; once for each weight."""
+def add_noise(module: nn.Module, seen: set[int], generator: Any) -> None:
+    """Change the weights of a module by :data:`NOISE`, relative to each; once for each weight."""
     for parameter in module.parameters():
         if parameter.is_leaf and parameter.is_floating_point() and id(parameter) not in seen:
             seen.add(id(parameter))
             with torch.no_grad():
                 noise = torch.randn(parameter.shape, generator=generator).to(parameter)
-                parameter.add_(size * noise * parameter)
+                parameter.add_(NOISE * noise * parameter)
 
 
 Weights = list[tuple[Tensor, Tensor]]
@@ -237,7 +237,7 @@ class StepWatch(ThreadObserver):
         self._amp.calls(module)
         # Two passes of a trace must give the same
         if self._noise is not None and torch._C._get_tracing_state() is None:
-            add_noise(module, self._noisy, self._noise, NOISE)
+            add_noise(module, self._noisy, self._noise)
         results: list[Any] = []
         with self._passes.calling(sys._getframe(1), results):
             results.append(call(module, *args, **kwargs))

@@ -308,7 +308,13 @@ class _Search:
             needed, self.inputs = self.inputs, ()
             if needed and not self._try(result.keep).passes:
                 self.inputs = needed
-            self._explain_without_each(result.keep, result.untried)
+            # Analyze runs without the kept modules that no run has shown a reason for, each alone.
+            reasons = blame(self.evidence, result.keep, result.untried)
+            for module in [reason.module for reason in reasons if reason.why == BY_TRIAL][:MOST_EXPLAINED]:
+                others = tuple(other for other in result.keep if other != module)
+                if others and self.proposer.stop_reason(self.trials.count) is None:
+                    self.show(f"op by op without {module} in fp32")
+                    self.evidence.append(self._run(self.order[0], others, instrumented=True))
         run = None
         attempt: dict[str, Any] = {}
         if result.keep is not None:
@@ -371,15 +377,6 @@ class _Search:
         tried = InputTrials(self.proposer.batches, failed, self.proposer.objective.reached, keep)
         self.trials.count += len(tried.trials)
         return tried
-
-    def _explain_without_each(self, keep: Keep, untried: Keep) -> None:
-        """Analyze runs without the kept modules that no run has shown a reason for, each alone."""
-        reasons = blame(self.evidence, keep, untried)
-        for module in [reason.module for reason in reasons if reason.why == BY_TRIAL][:MOST_EXPLAINED]:
-            others = tuple(other for other in keep if other != module)
-            if others and self.proposer.stop_reason(self.trials.count) is None:
-                self.show(f"op by op without {module} in fp32")
-                self.evidence.append(self._run(self.order[0], others, instrumented=True))
 
     def _try(self, keep: Keep) -> Verdict:
         """Try ``keep`` on every batch, first on the one that failed last."""

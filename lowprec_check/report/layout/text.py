@@ -77,7 +77,14 @@ def _print_blocks(console: Console, blocks: Iterable[Block], detail: Detail, ind
         elif isinstance(block, Table):
             _print_table(console, block, detail, indent)
         elif isinstance(block, CodeBlock):
-            _print_code(console, block, detail, is_after_table=isinstance(before, Table))
+            lines = visible_lines(block.text)
+            # a first screen is short
+            if detail == "first":
+                lines = [line for line in lines if line.strip()]
+            if not isinstance(before, Table):
+                console.print()
+            for line in lines:
+                console.print(Text(f"    {line}"), soft_wrap=True)
         elif isinstance(block, Pairs):
             rows = [[visible(name), visible(value)] for name, value in block.pairs]
             print_table(console, ["", ""], rows, sentences=True)
@@ -98,17 +105,6 @@ def _print_sentence(console: Console, block: Say, indent: int) -> None:
         indent += 2
     lead = (fill("{}: ", visible(block.lead, 1000)), style_of_lead)
     console.print(Padding(Text.assemble(lead, (visible(block.text, 4000), style)), (0, 0, 0, indent)))
-
-
-def _print_code(console: Console, block: CodeBlock, detail: Detail, *, is_after_table: bool) -> None:
-    lines = visible_lines(block.text)
-    # a first screen is short
-    if detail == "first":
-        lines = [line for line in lines if line.strip()]
-    if not is_after_table:
-        console.print()
-    for line in lines:
-        console.print(Text(f"    {line}"), soft_wrap=True)
 
 
 def _print_table(console: Console, block: Table, detail: Detail, indent: int) -> None:
