@@ -1,13 +1,15 @@
 """Whether ``lowprec-check program`` names what is wrong with a program, and nothing if nothing is.
 
-    python benchmarks/programs.py --output programs
-    python benchmarks/programs.py --only sdxl,thread --scans healthy,faulty
+    python benchmarks/programs.py --jobs 14 --output programs
+    python benchmarks/programs.py --only sdxl,thread --variants faulty
+    python benchmarks/programs.py --watching
 
 24 small programs of four kinds, of public libraries with random weights: diffusion, generation, perception, scripts
 with models of their own; each healthy, and with one planted fault. ``plain`` is the program without lowprec-check: its
 models cast by hand, with inputs and outputs at their borders, in the precision of the fault. A healthy program must be
 as in fp32 there, and a faulty one must not be. ``named``: the model that fails, the call, and the op or its module.
-``pasted``: the program by hand with each model in the precision that was recommended.
+``pasted``: the program by hand with each model in the precision that was recommended. ``--watching`` measures what
+watching costs instead.
 """
 
 from __future__ import annotations
@@ -143,17 +145,6 @@ def differs(script: str, reference: Any) -> float | str:
     return "NaN" if math.isnan(distance) else distance
 
 
-def plain(program: Program) -> dict[str, Any]:
-    """The program without lowprec-check, healthy and faulty."""
-    found: dict[str, Any] = {}
-    for is_faulty in (False, True):
-        low = dict.fromkeys(program.models.split(), program.precision)
-        reference = result_of(script_of(program, is_faulty=is_faulty))
-        script = script_of(program, is_faulty=is_faulty, precisions=low)
-        found["faulty" if is_faulty else "healthy"] = differs(script, reference)
-    return found
-
-
 def is_right(difference: float | str, limit: float = 5e-2) -> bool:
     """Whether a result is as in fp32."""
     return isinstance(difference, float) and difference <= limit
@@ -236,54 +227,57 @@ def scanned(program: Program, *, is_faulty: bool, options: Sequence[str]) -> Ans
         return answer_of(json.loads(result.read_text()), program.precision)
 
 
-def examined(program: Program, options: Sequence[str], variants: Sequence[bool]) -> dict[str, Any]:
+def examined(program: Program, is_faulty: bool, options: Sequence[str]) -> dict[str, Any]:
     """A row of the report."""
     import torch
 
     torch.set_num_threads(1)
     started = time.monotonic()
-    row: dict[str, Any] = {"program": program.name, "plain": plain(program)}
-    for is_faulty in variants:
-        answer = scanned(program, is_faulty=is_faulty, options=options)
-        script = script_of(program, is_faulty=is_faulty, precisions=answer.precisions)
-        by_hand = differs(script, result_of(script_of(program, is_faulty=is_faulty)))
-        row["faulty" if is_faulty else "healthy"] = {
-            **answer._asdict(),
-            "right": is_named(program, answer) if is_faulty else not (answer.models or answer.where or answer.parts),
-            "by hand": by_hand,
-            "pasted": is_right(by_hand) and is_right(answer.mixture),
-        }
-    return {**row, "seconds": time.monotonic() - started}
+    reference = result_of(script_of(program, is_faulty=is_faulty))
+    low = dict.fromkeys(program.models.split(), program.precision)
+    plain = differs(script_of(program, is_faulty=is_faulty, precisions=low), reference)
+    answer = scanned(program, is_faulty=is_faulty, options=options)
+    by_hand = differs(script_of(program, is_faulty=is_faulty, precisions=answer.precisions), reference)
+    return {
+        "program": program.name,
+        "variant": "faulty" if is_faulty else "healthy",
+        "plain": plain,
+        **answer._asdict(),
+        "right": is_named(program, answer) if is_faulty else not (answer.models or answer.where or answer.parts),
+        "by hand": by_hand,
+        "pasted": is_right(by_hand) and is_right(answer.mixture),
+        "seconds": round(time.monotonic() - started, 1),
+    }
 
 
 def rendered(data: Mapping[str, Any]) -> str:
-    """The report."""
-    rows = []
-    for row in data["rows"]:
-        cells = [row["program"], row["plain"]["healthy"], row["plain"]["faulty"]]
-        for name in ("healthy", "faulty"):
-            found = row.get(name)
-            if found is None:
+    """The report: what is wrong in full, a line for each program, and counts."""
+    rows, by_name = [], {(row["program"], row["variant"]): row for row in data["rows"]}
+    wrong = [f"- {name}: {problem}" for name, problem in data["problems"].items()]
+    for program in PROGRAMS:
+        cells = [program.name]
+        for variant in ("healthy", "faulty"):
+            row = by_name.get((program.name, variant))
+            if row is None:
                 cells += ["–"] * 3
                 continue
-            failing = zip(found["models"], found["calls"], strict=True)
-            said = ", ".join(f"{model}, call {call}" for model, call in failing)
-            said += f" ({found['where'][0]})" if found["where"] else ""
-            cells += ["yes" if found["right"] else "NO", said or found["parts"], "yes" if found["pasted"] else "NO"]
-        rows.append(cells)
-    names = ["program", "plain", "plain, fault", "healthy", "says", "pasted", "named", "says", "pasted"]
+            cells += [row["plain"], "yes" if row["right"] else "NO", "yes" if row["pasted"] else "NO"]
+            if not (row["right"] and row["pasted"]):
+                said = {key: row[key] for key in ("models", "calls", "parts", "precisions", "mixture", "by hand")}
+                wrong.append(f"- {program.name}, {variant}: {said}; findings in {row['where'][:3]}")
+        if set(cells[1:]) != {"–"}:
+            rows.append(cells)
+    names = ["program", "plain cast", "silent", "pasted", "plain cast, fault", "named", "pasted"]
     counts = []
-    for what, name, key in (
-        ("healthy ones raise nothing", "healthy", "right"),
-        ("faults named", "faulty", "right"),
-        ("pasted, healthy", "healthy", "pasted"),
-        ("pasted, faulty", "faulty", "pasted"),
+    for what, key, variants in (
+        ("right model, call and op named", "right", ["faulty"]),
+        ("healthy ones silent", "right", ["healthy"]),
+        ("pasted mixtures pass", "pasted", ["healthy", "faulty"]),
     ):
-        right = [row[name][key] for row in data["rows"] if name in row]
-        counts.append(f"{what}: {sum(right)} of {len(right)}")
-    problems = [f"- {name}: {problem}" for name, problem in data["problems"].items()]
+        asked = [name for name in data["asked"] if name.partition(", ")[2] in variants]
+        counts.append(f"{what} {sum(row[key] for row in data['rows'] if row['variant'] in variants)} of {len(asked)}")
     table = tabulate(rows, names, tablefmt="github")
-    return "\n".join([*head("Programs", data), "; ".join(counts) + ".", "", table, "", *problems, ""])
+    return "\n".join([*head("Programs", data), table, "", *wrong, "", ", ".join(counts) + ".", ""])
 
 
 def watched(name: str, made: str, run: str, rounds: int = 9) -> dict[str, Any]:
@@ -333,7 +327,8 @@ def main() -> None:
     parser.add_argument("--only", help="names of programs or kinds, with commas between")
     parser.add_argument("--variants", default="healthy,faulty", help="which of the two")
     parser.add_argument("--processes", action="store_true", help="scan by the command in processes of its own")
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds for each program")
+    parser.add_argument("--jobs", type=int, default=1, help="scans at a time, of one thread each")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds for each scan")
     parser.add_argument("--watching", action="store_true", help="measure what watching costs instead")
     given = parser.parse_args()
     from lowprec_check.engine.model.torchvision_ops import torchvision_works
@@ -350,16 +345,22 @@ def main() -> None:
     with torchvision_works():
         import_libraries()
         rows, problems = [], {}
-        variants = [name == "faulty" for name in given.variants.split(",")]
-        for program, row, problem in in_processes(
-            lambda program: examined(program, options, variants), programs, 1, limit=given.limit
+        items = [(program, name) for program in programs for name in given.variants.split(",")]
+        for (program, variant), row, problem in in_processes(
+            lambda item: examined(item[0], item[1] == "faulty", options), items, given.jobs, limit=given.limit
         ):
-            print(program.name, row or problem, file=sys.stderr, flush=True)
+            print(f"{program.name}, {variant}:", row or problem, file=sys.stderr, flush=True)
             if row is None:
-                problems[program.name] = problem
+                problems[f"{program.name}, {variant}"] = problem
             else:
                 rows.append(row)
-    save(given.output, {"made": made(), "rows": rows, "problems": problems}, rendered)
+    asked = [f"{program.name}, {variant}" for program, variant in items]
+    data = {"made": made(), "asked": asked, "rows": rows, "problems": problems}
+    save(given.output, data, rendered)
+    if given.output is not None:  # a line for each
+        lines = [json.dumps({key: data[key] for key in ("made", "problems")}), *map(json.dumps, rows)]
+        given.output.with_suffix(".json").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        print(rendered(data))
 
 
 def import_libraries() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowprec_check.cli.app import FINDINGS, app, print_status
-from lowprec_check.cli.options import Backends, Budget, Devices, Precisions, Quiet
+from lowprec_check.cli.options import OTHER_COMMANDS, Backends, Budget, Devices, Precisions, Quiet
 from lowprec_check.errors import Terminated, UsageError
 from lowprec_check.schema.axes import BACKENDS, device_of
 from lowprec_check.schema.precisions import PRECISIONS
@@ -76,6 +76,11 @@ def compat(
     if from_file:
         requests += read_list(from_file)
     requests = expand_requests(requests, _options(precision, backend, budget, scan_options), device or [])
+    for request in requests:
+        for other in OTHER_COMMANDS.get("scan", []):
+            if other.option in request.options:
+                words = f"A row of compat is one model, so {other.option} does not go with it ({request.target})."
+                raise UsageError(words, f"Use lowprec-check {other.name} {request.target}.")
     if not requests:
         raise UsageError("There is nothing to scan.", "Pass at least one target, or --from-file LIST.")
     with ReportFolder(report) as folder:

@@ -7,7 +7,7 @@ import functools
 import math
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,31 +64,28 @@ def scan_program_file(
     Raises :class:`UsageError` for what the user can fix, as a script that fails.
     """
     runs = _Runs(spec, options, isolation, on_progress, compare)
-    result: ProgramScan | None = None
-    for result in runs.scanned():
-        yield msgspec.structs.replace(result, complete=False)
-    assert result is not None
+    result = yield from _incomplete(runs.scanned())
     with tempfile.TemporaryDirectory(prefix="lowprec-check-") as folder:
-        for with_run in runs.added_to(result, Path(folder)):
-            result = with_run
-            yield msgspec.structs.replace(result, complete=False)
+        outputs = Path(folder)
+        result = yield from _incomplete(runs.added_to(result, outputs))
         missed = missed_calls(result)
         if missed:
-            for scanned in runs.scanned(missed, result):
-                result = scanned
-                yield msgspec.structs.replace(result, complete=False)
-            for with_run in runs.added_to(result, Path(folder)):
-                result = with_run
-                yield msgspec.structs.replace(result, complete=False)
+            result = yield from _incomplete(runs.scanned(missed, result))
+            result = yield from _incomplete(runs.added_to(result, outputs))
         for _ in range(MOST_BLAMED):
             key = key_to_blame(result)
             if key is None:
                 break
             result = msgspec.structs.replace(result, stay_in_fp32=[*result.stay_in_fp32, key])
-            for with_run in runs.added_to(result, Path(folder)):
-                result = with_run
-                yield msgspec.structs.replace(result, complete=False)
+            result = yield from _incomplete(runs.added_to(result, outputs))
     yield msgspec.structs.replace(result, complete=True)
+
+
+def _incomplete(results: Iterator[ProgramScan]) -> Generator[ProgramScan, None, ProgramScan]:
+    """Yield the results as incomplete ones, and return the last."""
+    for result in results:
+        yield msgspec.structs.replace(result, complete=False)
+    return result
 
 
 @dataclass
@@ -101,8 +98,8 @@ class _Runs:
     on_progress: OnProgress | None
     compare: Sequence[str]
     made: dict[str, Assignments] = field(default_factory=dict)
-    in_fp32: Sequence[CallError] = ()
-    """The calls of the run of fp32 with whose outputs the others are compared."""
+    in_fp32: list[list[CallError]] = field(default_factory=list)
+    """The calls of the runs of fp32."""
 
     def scanned(self, wanted: Wanted | None = None, earlier: ProgramScan | None = None) -> Iterator[ProgramScan]:
         """Watch it, keep the calls that are ``wanted``, and yield the result after each model."""
@@ -120,13 +117,14 @@ class _Runs:
             self.made[name] = assigned
             run_of = functools.partial(self._run, result, outputs)
             run = _run_by_code(result, assigned, run_of) if name == RECOMMENDED else run_of(name, assigned)
+            if name in ("fp32", AGAIN):
+                self.in_fp32.append(run.errors)
             if not assigned and not run.problem:  # it has only saved its outputs
-                self.in_fp32 = run.errors
                 continue
             by_name = {other.name: other for other in result.runs} | {name: run}
             runs = sorted(by_name.values(), key=lambda run: run.name != AGAIN)
-            if name == AGAIN:
-                runs = [_timed(each, [self.in_fp32, run.errors]) for each in runs]
+            if len(self.in_fp32) == 2:
+                runs = [_timed(each, self.in_fp32) for each in runs]
             result = msgspec.structs.replace(result, runs=runs)
             yield result
             if not assigned:  # fp32 failed: there is nothing to compare with
@@ -170,14 +168,18 @@ def _run_by_code(program: ProgramScan, assigned: Assignments, run_of: Callable[.
     """The program with the first form of the code that gives the result of fp32; without any, with
     casts from outside.
     """
-    why = why_no_code(program, assigned)
-    if not why:
-        for pasted in forms_of_code(program, assigned):
-            run: ProgramRun = run_of(RECOMMENDED, assigned, pasted)
-            if run.passes:
-                return run
-            why = f"There is no code to paste: what was tried {_fault(run)}."
-    return msgspec.structs.replace(run_of(RECOMMENDED, assigned), no_code=why)
+    why, outside = why_no_code(program, assigned), None
+    for pasted in () if why else forms_of_code(program, assigned):
+        run: ProgramRun = run_of(RECOMMENDED, assigned, pasted)
+        if run.passes:
+            return run
+        tried = f"fails: {run.problem.rstrip('.')}" if run.problem else "does not give the result of fp32"
+        why = f"There is no code to paste: what was tried {tried}."
+        if outside is None:
+            outside = run_of(RECOMMENDED, assigned)
+        if not outside.passes:  # the precisions are at fault, not the code
+            break
+    return msgspec.structs.replace(outside or run_of(RECOMMENDED, assigned), no_code=why)
 
 
 def _timed(run: ProgramRun, in_fp32: Sequence[Sequence[CallError]]) -> ProgramRun:
@@ -200,12 +202,6 @@ def _typical_seconds(errors: Sequence[CallError]) -> dict[tuple[str, str, int], 
     for error in errors:
         seconds.setdefault((error.model, error.method), []).append(error.seconds)
     return {(*key, len(times)): len(times) * statistics.median(times) for key, times in seconds.items()}
-
-
-def _fault(run: ProgramRun) -> str:
-    if run.problem:
-        return f"fails: {run.problem.rstrip('.')}"
-    return "does not give the result of fp32"
 
 
 def missed_calls(result: ProgramScan) -> Wanted:

@@ -426,6 +426,9 @@ def test_scan_hands_over_to_program(script: Any, call: Call, tmp_path: Path) -> 
         done = call("scan", path, "--program", option)
         assert done.returncode == 2
         assert f"{option} does not go with --program." in done.stderr
+    done = call("compat", path, "--scan-options", "--program", "--report", tmp_path / "reports")
+    assert done.returncode == 2
+    assert "A row of compat is one model, so --program does not go with it" in " ".join(done.stderr.split())
     assert "--program " in call("scan", "--help").stdout
     assert "--program " not in call("plan", "--help").stdout
 
