@@ -27,9 +27,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+import msgspec
 import tomllib
 from shared import ROOT, described, head, in_processes, made, parser_of, save
 from tabulate import tabulate
+
+from lowprec_check.features.programs.program_document import where_it_parts
+from lowprec_check.features.programs.program_scan import ProgramScan
 
 HEAD = """
 import sys
@@ -164,48 +168,50 @@ class Answer(NamedTuple):
     precisions: dict[str, str]
     """Recommended, by model."""
     mixture: float | str
-    """The error of the last output with each model as recommended."""
+    """0 if the program with each model as recommended gives the result of fp32; else what it gives."""
 
 
-def answer_of(result: Mapping[str, Any], precision: str) -> Answer:
+def answer_of(result: ProgramScan, precision: str) -> Answer:
     """What a saved result says."""
-    names = {(model["key"], model["method"]): model["name"] for model in result["models"]}
     models, calls, where, precisions = [], [], [], {}
-    for model in result["models"]:
-        scan = model["scan"] or {"runs": [], "diagnostics": [], "recommendation": None}
-        precisions[model["name"]] = (scan["recommendation"] or {"precision": "fp32"})["precision"]
-        if model["key"] in result["stay_in_fp32"]:
-            precisions[model["name"]] = "fp32"
-        for run in scan["runs"]:
-            if run["precision"] == precision and run["status"] != "ok":
-                models.append(model["name"])
-                calls.append(model["kept"][run["failed_batch"] or 0])
-        placed = [each for each in scan["diagnostics"] if each["module"] or each["op"]]
-        found = [each for each in placed if each["severity"] == "error"]
-        if model["name"] in models and not found:
-            found = [each for each in placed if each["severity"] == "warning"]
-        where += [f"{each['module'] or ''} {each['op'] or ''}".strip() for each in found]
-    runs = {run["name"]: run for run in result["runs"]}
-    parts, limit = "", 5e-2 if precision == "bfloat16" else 1e-2
-    low = runs.get(precision) or runs.get("each as recommended") or {"errors": [], "problem": ""}
-    for error in low["errors"]:
-        if error["error"] is None or error["error"] > limit or error["nonfinite"]:
-            parts = f"{names[error['model'], error['method']]}, call {error['call']}"
-            break
-    mixed = runs.get("each as recommended")
+    for model in result.models:
+        precisions[model.name] = "fp32"
+        if model.scan is None:
+            continue
+        if model.scan.recommendation is not None and model.key not in result.stay_in_fp32:
+            precisions[model.name] = model.scan.recommendation.precision
+        for run in model.scan.runs:
+            if run.precision == precision and run.status != "ok":
+                models.append(model.name)
+                calls.append(model.kept[run.failed_batch or 0])
+        placed = [each for each in model.scan.diagnostics if each.module or each.op]
+        found = [each for each in placed if each.severity == "error"]
+        if model.name in models and not found:
+            found = [each for each in placed if each.severity == "warning"]
+        where += [f"{each.module or ''} {each.op or ''}".strip() for each in found]
+    runs = {run.name: run for run in result.runs}
+    mixed, parts = runs.get("each as recommended"), ""
+    low = runs.get(precision, mixed)
+    if low is not None and low.first_error is not None:
+        names = {(model.key, model.method): model.name for model in result.models}
+        error = low.first_error
+        parts = f"{names[error.model, error.method]}, call {error.call}"
+        if error.choice is not None:
+            where.append(where_it_parts(low, result.models) or "")
+    elif low is not None:
+        parts = low.problem
     mixture: float | str = 0.0
-    if mixed is not None:
-        mixture = mixed["problem"] or mixed["errors"][-1]["error"]
-    return Answer(models, calls, where, parts or low["problem"], precisions, mixture)
+    if mixed is not None and not mixed.passes:
+        mixture = mixed.problem or f"not as in fp32: {where_it_parts(mixed, result.models)}"
+    return Answer(models, calls, where, parts, precisions, mixture)
 
 
 def is_named(program: Program, answer: Answer) -> bool:
     """Whether the fault is named: the model, the call, and the op or a module around it."""
-    if not program.where:  # no call fails by itself
-        return not answer.models and answer.parts == f"{program.model}, call {program.call}"
     is_there = any(program.where in place for place in answer.where)
     at = program.call in answer.calls or answer.parts == f"{program.model}, call {program.call}"
-    return set(answer.models) == {program.model} and at and is_there
+    models = set(answer.models) or {answer.parts.partition(",")[0]}  # a choice that flips fails no scan
+    return models == {program.model} and at and is_there
 
 
 def scanned(program: Program, *, is_faulty: bool, options: Sequence[str]) -> Answer:
@@ -224,7 +230,7 @@ def scanned(program: Program, *, is_faulty: bool, options: Sequence[str]) -> Ans
             environment = {**os.environ, "PYTHONPATH": str(ROOT)}
             command = [sys.executable, "-m", "lowprec_check", *command]
             subprocess.run(command, env=environment, capture_output=True, check=False)
-        return answer_of(json.loads(result.read_text()), program.precision)
+        return answer_of(msgspec.json.decode(result.read_bytes(), type=ProgramScan), program.precision)
 
 
 def examined(program: Program, is_faulty: bool, options: Sequence[str]) -> dict[str, Any]:

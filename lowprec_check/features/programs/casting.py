@@ -19,7 +19,7 @@ from lowprec_check.engine.model.plain_run import judge
 from lowprec_check.engine.model.prepared import Application, application_of
 from lowprec_check.engine.model.user_code import parameters_of
 from lowprec_check.features.programs.assignments import Assignment, Assignments
-from lowprec_check.features.programs.program_scan import OTHER_INTEGERS, CallError
+from lowprec_check.features.programs.program_scan import OTHER_INTEGERS, CallError, Choice
 from lowprec_check.features.programs.watching import CallWatcher
 from lowprec_check.process import system
 from lowprec_check.schema.precisions import PRECISIONS
@@ -165,6 +165,7 @@ class ProgramCaster(CallWatcher):
             return CallError(key, number, None, note="fp32 makes no such call", method=method)
         integers_of_fp32, output_of_fp32 = torch.load(file)
         _, compared = judge(output, OutputTensors(output_of_fp32, output.form), self._tolerance)
+        choice = _other_choice(output, output_of_fp32)
         error, note = None, compared.note or ""
         if math.isfinite(compared.distance):
             error = compared.distance
@@ -172,8 +173,24 @@ class ProgramCaster(CallWatcher):
             note = OTHER_INTEGERS
         meaning = compared.error.meaning
         if meaning is None or not meaning.decides:
-            return CallError(key, number, error, compared.nonfinite, note, method)
-        return CallError(key, number, error, compared.nonfinite, note, method, compared.limit, meaning.text)
+            return CallError(key, number, error, compared.nonfinite, note, method, choice=choice)
+        told = compared.limit, meaning.text, meaning.shown
+        return CallError(key, number, error, compared.nonfinite, note, method, *told, choice=choice)
+
+
+def _other_choice(output: OutputTensors, output_of_fp32: Sequence[Tensor]) -> Choice | None:
+    """What logits choose, if that is not what fp32 chooses."""
+    pairs = zip(output.form.paths, output, output_of_fp32, strict=False)
+    low, fp32 = next(((low, fp32) for path, low, fp32 in pairs if path in ("logits", "")), (torch.empty(0),) * 2)
+    if low.shape != fp32.shape or low.ndim not in (2, 3) or not low.numel() or not low.is_floating_point():
+        return None
+    if low.ndim == 3:
+        low, fp32 = low[:, -1], fp32[:, -1]
+    for row, (chosen, best) in enumerate(zip(low.argmax(-1).tolist(), fp32.argmax(-1).tolist(), strict=True)):
+        apart = float((fp32[row, best] - fp32[row, chosen]) / fp32[row, best].abs())
+        if chosen != best and math.isfinite(apart):
+            return Choice(chosen, best, apart, fp32.shape[-1])
+    return None
 
 
 def _in_fp32(tensor: Tensor) -> Tensor:

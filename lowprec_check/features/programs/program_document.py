@@ -36,6 +36,7 @@ from lowprec_check.report.blocks import (
 from lowprec_check.report.charts import CellRow, StepLine
 from lowprec_check.report.runs_table import shown_status
 from lowprec_check.report.scan_document import machine, scan_document
+from lowprec_check.schema.op_calls import PRODUCTS
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import counted, fill
 
@@ -114,11 +115,11 @@ def _program_runs(program: ProgramScan) -> Iterator[Block]:
         if run.errors and not run.problem:
             error = run.errors[-1]
             limit = run.tolerance if error.limit is None else error.limit
-            last = ErrorOf(math.inf if error.error is None else error.error, limit, error.meaning)
+            last = ErrorOf(math.inf if error.error is None else error.error, limit, error.shown)
         tag = "recommended" if run.name == RECOMMENDED else ""
         variables = {each.name: _cell(each, run.tolerance) for each in run.variables}
         cells = [variables.get(name) for name in names]
-        rows.append(Row([_name_of(run, program.models), last, *cells, _where(run, program.models)], tag))
+        rows.append(Row([_name_of(run, program.models), last, *cells, where_it_parts(run, program.models)], tag))
     yield Table(columns, rows, "runs of the program")
     yield from _charts(program)
 
@@ -240,7 +241,7 @@ def _name_of(run: ProgramRun, models: Sequence[ScannedModel]) -> str:
     return "; ".join(f"{precision}: {', '.join(names)}" for precision, names in by_precision.items())
 
 
-def _where(run: ProgramRun, models: Sequence[ScannedModel]) -> str | None:
+def where_it_parts(run: ProgramRun, models: Sequence[ScannedModel]) -> str | None:
     """The call at which a run parts from fp32; ``None`` if none does."""
     if run.problem:
         return run.problem
@@ -250,9 +251,26 @@ def _where(run: ProgramRun, models: Sequence[ScannedModel]) -> str | None:
     what = error.note
     if error.nonfinite:
         what = "has NaN or Inf"
+    elif error.choice is not None and not error.exceeds(run.tolerance):
+        choice = error.choice
+        what = f"prefers {choice.chosen} to {choice.of_fp32}; in fp32 their logits are {choice.apart:.1e} apart"
+        what += fill(" ({})", _maker(error, models))
     elif error.error is not None and error.note != OTHER_INTEGERS:
         what = error.meaning or f"differs by {error.error:.1e}"
     return f"{_model_called(error, models)}, call {error.call}: {what}"
+
+
+def _maker(error: CallError, models: Sequence[ScannedModel]) -> str:
+    """The module and op that make the logits of a call: the last product with so many; empty if
+    that is not known.
+    """
+    for model in models:
+        if (model.key, model.method) == (error.model, error.method) and model.scan and error.choice:
+            for run in model.scan.runs:
+                for row in reversed([*run.op_calls.rows()] if run.op_calls else []):
+                    if PRODUCTS.search(row.op) and row.shape.rpartition("×")[2] == f"{error.choice.among}":
+                        return f"{row.module} {row.op}".strip()
+    return ""
 
 
 def _model_called(error: CallError, models: Sequence[ScannedModel]) -> str:

@@ -54,6 +54,17 @@ class ScannedModel(Struct, frozen=True):
     """Where it is called first."""
 
 
+class Choice(Struct, frozen=True):
+    """The largest of some logits, which is not that of fp32."""
+
+    chosen: int
+    of_fp32: int
+    apart: float
+    """By how much fp32 prefers its own, as a part of that logit."""
+    among: int
+    """How many logits there are."""
+
+
 class CallError(Struct, frozen=True):
     """What a model returned in a run of the program, against the same call in fp32."""
 
@@ -72,9 +83,13 @@ class CallError(Struct, frozen=True):
     limit: float | None = None
     """The largest error that passes, if the output is judged by what it means."""
     meaning: str = ""
-    """How it differs in what it means: ``97 % of the tokens are equal``."""
+    """How it differs in what it means: ``97 % of the tokens agree``."""
+    shown: str = ""
+    """The same in short: ``tokens 97 %``."""
     seconds: float = 0.0
     """Of the call, with the casts of its inputs and outputs."""
+    choice: Choice | None = None
+    """Of the first sequence in the batch in which it differs, at the last position."""
 
     def exceeds(self, tolerance: float) -> bool:
         """Whether it parts from fp32 by more than passes."""
@@ -148,8 +163,16 @@ class ProgramRun(Struct, frozen=True):
 
     @property
     def first_error(self) -> CallError | None:
-        """Its first call that exceeds the tolerance."""
-        return next((error for error in self.errors if error.exceeds(self.tolerance)), None)
+        """Its first call that exceeds the tolerance; if that only gets another token, the call
+        before it that chose one.
+        """
+        number = next((at for at, error in enumerate(self.errors) if error.exceeds(self.tolerance)), None)
+        if number is None:
+            return None
+        error = self.errors[number]
+        if error.note != OTHER_INTEGERS:
+            return error
+        return next((before for before in reversed(self.errors[:number]) if before.choice is not None), error)
 
 
 class ProgramScan(Struct, frozen=True, kw_only=True):

@@ -27,6 +27,7 @@ from lowprec_check.features.programs.program_scan import (
     OTHER_INTEGERS,
     RECOMMENDED,
     CallError,
+    Choice,
     ProgramRun,
     ProgramScan,
     ScannedModel,
@@ -271,7 +272,17 @@ def test_an_output_is_judged_by_what_it_means(tmp_path: Path) -> None:
     assert by_meaning.exceeds(5e-2)
     assert by_distance.error == pytest.approx(13**0.5 / (13 + 62e4) ** 0.5, rel=1e-3)
     assert not by_distance.exceeds(5e-2)
-    assert not run_in("fp32").exceeds(0.0)
+    assert by_distance.choice == Choice(chosen=0, of_fp32=1, apart=pytest.approx(1 / 3), among=64)
+    in_fp32 = run_in("fp32")
+    assert not in_fp32.exceeds(0.0)
+    assert in_fp32.choice is None
+    # The call that chose is named, not the one that gets another token from it
+    next_call = msgspec.structs.replace(by_distance, call=2, note=OTHER_INTEGERS)
+    program = a_program(msgspec.structs.replace(by_distance, model="Net#0"), next_call)
+    assert program.runs[0].first_error is not None
+    assert program.runs[0].first_error.call == 1
+    screen = " ".join(text(program_document(program)).split())
+    assert "Net, call 1: prefers 0 to 1; in fp32 their logits are 3.3e-01 apart" in screen
 
 
 def a_model(name: str, *, kept: list[int]) -> ScannedModel:
