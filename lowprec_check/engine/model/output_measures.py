@@ -122,6 +122,8 @@ class OutputMeasure:
     """How it is asked for, a plural noun: ``boxes``."""
     limited: Mapping[str, Unit]
     """Its figures that have a limit."""
+    is_main = True
+    """Whether what it fits is what an output is for, beside which there are by-products."""
 
     def parts(self, form: OutputForm, output: Sequence[Tensor]) -> list[dict[str, int]]:
         """The numbers of the tensors compared together, by role; empty if it does not fit."""
@@ -194,14 +196,14 @@ def compare_by_meaning(
     whole = compare_outputs(output, reference, tolerance=tolerance, comparisons=leaves)
     if tolerance is None or whole.nonfinite or form.judge == RELATIVE_ERROR or len(output) != len(reference):
         return whole
-    meanings, judged = _meanings(output, reference, form, tolerance)
+    meanings, judged, has_main = _meanings(output, reference, form, tolerance)
     if not meanings:
         return whole
 
     meanings.sort(key=lambda meaning: (bool(meaning.cannot_tell), -meaning.used))
     worst = meanings[0]
     rest = [number for number in range(len(output)) if number not in judged]
-    if judged and "Output" in form.kind:
+    if has_main and "Output" in form.kind:
         rest = [number for number in rest if not _BY_PRODUCTS.match(form.paths[number])]
     others = compare_outputs(output, reference, tolerance=tolerance, among=rest, comparisons=leaves)
     # Not `>`: a distance may be NaN
@@ -237,10 +239,12 @@ _BY_PRODUCTS = re.compile(r"past_key_values|.*hidden_states?\b|.*attentions?\b|a
 
 def _meanings(
     output: Sequence[Tensor], reference: Sequence[Tensor], form: OutputForm, tolerance: float
-) -> tuple[list[Meaning], set[int]]:
-    """What each measure says that fits, and the tensors that those judge which can tell."""
+) -> tuple[list[Meaning], set[int], bool]:
+    """What each measure says that fits, the tensors that those judge which can tell, and whether
+    one of these is what the output is for.
+    """
     meanings: list[Meaning] = []
-    taken, judged = set[int](), set[int]()
+    taken, judged, has_main = set[int](), set[int](), False
     measures: Mapping[str, OutputMeasure] = output_measures()
     if form.judge == OWN:
         measures = {OWN: UsersMeasure(form)}
@@ -268,10 +272,11 @@ def _meanings(
         meanings.append(msgspec.structs.replace(_meaning(name, measured, dict(form.limits)), why=why))
         if not measured.cannot_tell:
             judged |= numbers
+            has_main = has_main or measure.is_main
     if form.judge not in (None, OWN) and not meanings:
         words = f"The output has nothing to be judged by {form.judge}."
         raise UsageError(words, "Leave out --judge, or return logits, boxes or a picture by their usual names.")
-    return meanings, judged
+    return meanings, judged, has_main
 
 
 def _meaning(name: str, measured: Measured, limits: Mapping[str, float]) -> Meaning:

@@ -35,7 +35,7 @@ class Boxes(OutputMeasure):
         images: dict[str, dict[str, int]] = {}
         for number, path in enumerate(form.paths):
             folder, _, role = path.rpartition(".")
-            if role in (*ROLES, "masks", "keypoints"):
+            if role in (*ROLES, "masks", "keypoints", "keypoints_scores"):
                 images.setdefault(folder, {})[role] = number
         parts = [part for part in images.values() if set(ROLES) <= set(part) and _is_list(part, output)]
         if {"logits", "pred_boxes"} <= set(form.paths):

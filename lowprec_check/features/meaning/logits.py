@@ -53,7 +53,6 @@ def _choice(low: Tensor, fp32: Tensor, roundings: float) -> Choice:
     differs = (chosen != best) & (first.values[:, 0] > -math.inf)
     apart = first.values[:, 0] - fp32.gather(1, chosen[:, None])[:, 0]
     ties = differs & (apart <= roundings * first.values[:, 0].abs())
-    top = low.topk(min(TOP, low.shape[1])).indices
     # Classes with a logit of -Inf in fp32 have no share
     p, q = fp32.log_softmax(1), low.log_softmax(1)
     divergence = torch.where(fp32 == -math.inf, 0.0, p.exp() * (p - q)).sum(1).clamp_min(0.0)
@@ -65,7 +64,7 @@ def _choice(low: Tensor, fp32: Tensor, roundings: float) -> Choice:
         apart=apart,
         ties=ties,
         divergence=divergence,
-        is_in_top=(top == best[:, None]).any(1),
+        is_in_top=(low > low.gather(1, best[:, None])).sum(1) < TOP,
     )
 
 

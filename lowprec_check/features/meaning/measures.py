@@ -22,6 +22,7 @@ class Integers(OutputMeasure):
 
     name = "integers"
     limited = {"equal": "share"}
+    is_main = False
 
     def parts(self, form: OutputForm, output: Sequence[Tensor]) -> list[dict[str, int]]:
         """All of them; without floating ones, rel_l2 takes the share already."""
