@@ -380,7 +380,9 @@ def _flips(run: Run, result: ScanResult) -> Iterator[Finding]:
         if not causes:
             return finding._replace(matters=False if is_harmless else None)
         choices_share = share if by_budget is not None else None
-        return finding.adding(*causes)._replace(severity="warning", matters=True, share=choices_share)
+        # What they do to what the output means
+        examples = [plain(text) for text in run.by_meaning.examples[:1]] if run.by_meaning is not None else []
+        return finding.adding(*causes, *examples)._replace(severity="warning", matters=True, share=choices_share)
 
     def is_pool(row: OpCall) -> bool:
         return row.is_forward and POOLS_OR_PIVOTS.fullmatch(short_op(row.op)) is not None

@@ -93,7 +93,7 @@ def _inaccurate(run: Run) -> Sentence:
     if run.distance is None:
         return plain("; ".join(run.notes) or "the error is infinite")
     if run.by_meaning is not None:
-        return plain(run.by_meaning.text)
+        return plain("; ".join([run.by_meaning.text, *run.by_meaning.examples[:1]]))
     if run.rel_l2 is None:
         return say("{share:percent} of the values differ, tolerance {limit:percent}", share=run.distance, limit=limit)
     what = f" of the output of {run.compared_module}" if run.compared_module else ""

@@ -57,7 +57,7 @@ class Boxes(OutputMeasure):
         if not tally.seen:
             told = f"fp32 is sure of none of its {counted(tally.count, 'box')}"
             told += f": no score reaches {SEEN:g}"
-        return Measured(tally.figures(), told, [text for _, text in sorted(tally.examples, reverse=True)])
+        return Measured(tally.figures(), told, [text for *_, text in sorted(tally.examples, reverse=True)])
 
 
 class _Tally:
@@ -69,7 +69,8 @@ class _Tally:
         self.count = self.seen = 0
         self._sums: dict[str, float] = {}
         self._weights: dict[str, float] = {}
-        self.examples: list[tuple[float, str]] = []
+        self.examples: list[tuple[bool, float, str]] = []
+        """Whether fp32 has the box, its score, and what is said."""
 
     def add(self, low: Part, fp32: Part, where: str) -> None:
         """Add an image, which is called ``where``."""
@@ -82,11 +83,13 @@ class _Tally:
         for number in set(range(len(scores))) - partnered:
             score = float(scores[number])
             self.lost += score
-            self.examples.append((score, f"box {int(fp32['numbers'][number])}{where} (score {score:.2f}) is lost"))
+            self.examples.append(
+                (True, score, f"box {int(fp32['numbers'][number])}{where} (score {score:.2f}) is lost")
+            )
         for number in set(range(len(own_scores))) - used:
             score = float(own_scores[number])
             self.lost += score
-            self.examples.append((score, f"a box of score {score:.2f}{where} is one that fp32 lacks"))
+            self.examples.append((False, score, f"a box of score {score:.2f}{where} is one that fp32 lacks"))
         for wanted, own, iou in pairs:
             score = float(scores[wanted])
             self._add("iou", score, iou)

@@ -61,6 +61,35 @@ def test_a_fault_is_told_in_tokens() -> None:
     assert "of the tokens agree" in messages[0] or "KL divergence" in messages[0]
 
 
+class Detector(nn.Module):
+    """Keeps the best 4 of 8 boxes, of which the fourth and the fifth change places by rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0, 1.0, 1.0, 1.011, 0.993, 1.0, 1.0, 1.0]))
+
+    def forward(self, inputs: Tensor) -> list[dict[str, Tensor]]:
+        scores = inputs * self.weight
+        corners = torch.arange(8, dtype=scores.dtype)[:, None].expand(8, 2) * 8
+        kept = scores.topk(4).indices
+        boxes = torch.cat([corners, corners + 8], 1)[kept]
+        return [{"boxes": boxes, "labels": torch.ones(4), "scores": scores[kept]}]
+
+
+def test_a_finding_says_which_box_is_lost() -> None:
+    scores = torch.tensor([0.99, 0.97, 0.95, 0.904, 0.92, 0.2, 0.1, 0.1])
+    quick = {"precisions": "bfloat16", "device": "cpu", "times": "off", "isolation": "none", "further_inputs": 0}
+    result = scan(Detector().eval(), scores, **quick)
+    run = result.runs[1]
+    assert run.by_meaning is not None
+    assert (run.status, run.by_meaning.measure) == ("inaccurate", "boxes")
+    assert run.by_meaning.examples[0] == "box 3 (score 0.91) is lost"
+    found = [finding for finding in result.diagnostics if finding.code == "LP304"]
+    assert "topk" in found[0].message
+    assert "box 3 (score 0.91) is lost" in found[0].message
+    assert "box 3 (score 0.91) is lost" in " ".join(render(result, "text").split())
+
+
 def test_the_error_decides_where_fp32_is_not_sure_or_if_it_is_asked_for() -> None:
     run = scanned(Language(scale=0.1)).runs[1]
     assert run.by_meaning is None
