@@ -145,6 +145,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for each run of a script")
     args = parser.parse_args()
     entries = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    del entries["commits"]  # of the checkouts
     rows: dict[str, Any] = {}
 
     def answer(entry: dict[str, Any], work: Callable[..., Any], *given: Any) -> Any:
