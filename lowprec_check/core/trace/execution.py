@@ -27,12 +27,13 @@ from lowprec_check.core.trace.ops import (
     outputs_of,
     tensors_in,
 )
-from lowprec_check.core.trace.places import CallSite, custom_function
+from lowprec_check.core.trace.places import CallSite
 from lowprec_check.core.trace.twins import Twins, storage_key
 from lowprec_check.errors import message_of
 from lowprec_check.process import system
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.schema.scan_result import Gap, GapKind, Layer
+from lowprec_check.torchkit.autograd import custom_function
 from lowprec_check.torchkit.devices import is_out_of_memory
 from lowprec_check.torchkit.floating_dtypes import NARROW, is_float, is_narrow, widened_dtype
 

@@ -17,11 +17,12 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from lowprec_check.core.trace.execution import Execution, Retry, find_rescue, gap_kind, predicted_by
 from lowprec_check.core.trace.ops import dtype_names
-from lowprec_check.core.trace.places import Places, accumulates, nodes_of
+from lowprec_check.core.trace.places import Places
 from lowprec_check.engine.model.user_surroundings import replaced
 from lowprec_check.errors import message_of
 from lowprec_check.schema.run_key import Phase
 from lowprec_check.schema.scan_result import Gap, GapKind
+from lowprec_check.torchkit.autograd import accumulates, nodes_of
 
 
 class FunctionRescue(TorchFunctionMode):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lowprec_check.schema.run_key import Phase
+from lowprec_check.torchkit.autograd import accumulates
 from lowprec_check.torchkit.source_location import ModuleStack, SourceLines, source_lines
 
 CallSite = tuple[str, str, str | None]  # op, module and source line of an op call
@@ -87,29 +88,3 @@ class Places:
 def _creates_nodes(phase: Phase) -> bool:
     # In backward, a checkpoint with ``use_reentrant=True`` computes ops again.
     return phase == "forward" or (phase == "backward" and torch.is_grad_enabled())
-
-
-def nodes_of(loss: Tensor) -> Iterator[Any]:
-    """Every node of the graph of ``loss``."""
-    waiting, seen = [loss.grad_fn], {loss.grad_fn}
-    while waiting:
-        node: Any = waiting.pop()
-        if node is None:
-            continue
-        yield node
-        following = [other for other, _ in node.next_functions if other is not None and other not in seen]
-        seen.update(following)
-        waiting += following
-
-
-def custom_function() -> str | None:
-    """The name of the ``torch.autograd.Function`` whose ``backward`` runs; ``None`` outside."""
-    function = getattr(torch._C._current_autograd_node(), "_forward_cls", None)
-    if function is None:
-        return None
-    return str(function.__name__)
-
-
-def accumulates(node: Any) -> bool:
-    """Whether a node stores the gradient of a parameter. It outlives the graph."""
-    return bool(node.name() == "torch::autograd::AccumulateGrad")

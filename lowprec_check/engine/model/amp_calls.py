@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from lowprec_check.engine.model.call_recorder import Node, computed_in_fp32
 from lowprec_check.errors import message_of
 from lowprec_check.schema.training import AmpFault, AmpUse
+from lowprec_check.torchkit.autograd import nodes_of
 from lowprec_check.torchkit.floating_dtypes import NARROW
 from lowprec_check.torchkit.source_location import own_line, source_lines
 
@@ -322,16 +323,7 @@ class AmpCalls:
             return
         _, _, scaler = self._losses.get(id(loss), (None, None, None))
         # The leaves that a backward pass of ``loss`` gives a gradient.
-        waiting, seen, reached = [loss.grad_fn], set[Any](), list[Tensor]()
-        while waiting:
-            function = waiting.pop()
-            if function is None or function in seen:
-                continue
-            seen.add(function)
-            if hasattr(function, "variable"):
-                reached.append(function.variable)
-            waiting += [following for following, _ in function.next_functions]
-        for parameter in reached:
+        for parameter in [node.variable for node in nodes_of(loss) if hasattr(node, "variable")]:
             if scaler is not None:
                 self._scaled[id(parameter)] = scaler
             elif parameter.grad is None:

@@ -22,6 +22,7 @@ from lowprec_check.engine.model.call_recorder import (
     version_of,
 )
 from lowprec_check.errors import UsageError
+from lowprec_check.torchkit.autograd import nodes_of
 from lowprec_check.torchkit.pytree import leaves, map_tensors
 from lowprec_check.torchkit.source_location import call_recorded
 
@@ -166,7 +167,9 @@ class Program:
                     continue
                 is_changed = not isinstance(node.call, nn.Module) and version_of(tensor) != version
                 copy = copies.get((id(tensor), version)) if is_changed else None
-                if copy is None and tensor.grad_fn is not None and _reaches(tensor, self.trained):
+                reached = () if copy is not None else nodes_of(tensor)
+                is_trained = any(id(getattr(function, "variable", None)) in self.trained for function in reached)
+                if tensor.grad_fn is not None and is_trained:
                     function = tensor.grad_fn.name()
                     raise UnrepeatableError(
                         f"{node.line} reads a tensor that {function} made of the weights, in code that is not Python"
@@ -327,20 +330,6 @@ class Program:
         # What no later phase reads is freed, as in the script
         self._values = {key: value for key, value in values.items() if key in self._later[phase]}
         return [values[key] for key in self.loss_keys[phase]]
-
-
-def _reaches(tensor: Tensor, trained: dict[int, nn.Parameter]) -> bool:
-    """Whether its gradient reaches one of the parameters."""
-    waiting, seen = [tensor.grad_fn], set[Any]()
-    while waiting:
-        function = waiting.pop()
-        if function is None or function in seen:
-            continue
-        seen.add(function)
-        if id(getattr(function, "variable", None)) in trained:
-            return True
-        waiting += [following for following, _ in function.next_functions]
-    return False
 
 
 def dtype_source(node: Node) -> Tensor | None:

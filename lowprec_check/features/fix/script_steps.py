@@ -24,6 +24,7 @@ from lowprec_check.engine.model.user_surroundings import replaced
 from lowprec_check.engine.model.without_extension import without_extension
 from lowprec_check.features.fix.seen_values import ForwardPass, ScriptFacts, ScriptOption, ScriptPlace
 from lowprec_check.process import system
+from lowprec_check.torchkit.autograd import nodes_of
 from lowprec_check.torchkit.devices import seed_everything
 from lowprec_check.torchkit.floating_dtypes import NARROW
 from lowprec_check.torchkit.pytree import leaves
@@ -93,7 +94,7 @@ class ObservedPasses:
 
     def backward(self, losses: Sequence[Tensor], frame: FrameType) -> None:
         """A backward pass of ``losses`` begins in ``frame``."""
-        stack, reached = own_frames(frame), _reached(losses)
+        stack, reached = own_frames(frame), set(nodes_of(*losses))
         kept = [*self._earlier, *itertools.chain(*self._forwards.values())]
         for forward in [forward for forward in kept if not reached.isdisjoint(forward.nodes)]:
             # The innermost function that runs in both
@@ -112,17 +113,6 @@ class ObservedPasses:
         """An optimizer made its step: free what is not needed later; a generator's pass may be."""
         self._earlier = list(itertools.chain(*self._forwards.values()))
         self._forwards = {}
-
-
-def _reached(losses: Sequence[Tensor]) -> set[Any]:
-    """The nodes of autograd that a backward pass of ``losses`` reaches."""
-    waiting, reached = [loss.grad_fn for loss in losses], set[Any]()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in reached:
-            reached.add(node)
-            waiting += [following for following, _ in node.next_functions]
-    return reached
 
 
 def add_noise(module: nn.Module, seen: set[int], generator: Any) -> None:

@@ -20,7 +20,7 @@ from lowprec_check.core.messages import Reporter, Started
 from lowprec_check.core.preparation import prepared_for
 from lowprec_check.core.tasks import ModelTask, TaskFiles
 from lowprec_check.core.trace.op_errors import ROUNDING
-from lowprec_check.core.trace.places import Places, accumulates, nodes_of
+from lowprec_check.core.trace.places import Places
 from lowprec_check.engine.model.memory import measure_memory
 from lowprec_check.engine.model.observed_training import DEFINE_PARTS, ScriptStep
 from lowprec_check.engine.model.plain_run import describe_error, output_tensors
@@ -58,6 +58,7 @@ from lowprec_check.schema.statements import counted
 from lowprec_check.schema.training import ParameterGradient, TrainingPhase, TrainingRun, TrainingSetup, TrainingWay
 from lowprec_check.schema.verdict import ExceptionInfo
 from lowprec_check.schema.ways_to_train import DEFAULT_SCALE, WayToTrain
+from lowprec_check.torchkit.autograd import accumulates, nodes_of
 from lowprec_check.torchkit.compiled import compiled_code_in_eager
 from lowprec_check.torchkit.devices import seed_everything
 from lowprec_check.torchkit.dispatch_mode import AutocastKeys, DispatchMode, run_op
