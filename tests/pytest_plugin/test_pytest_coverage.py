@@ -25,7 +25,7 @@ from lowprec_check.catalog.versions import release_of
 from lowprec_check.engine.sweep.samples import load_operators
 from lowprec_check.pytest_plugin.op_support import no_support_text, support_of
 from lowprec_check.report.coverage import RENDERERS
-from lowprec_check.torchkit.autocast import autocast_policies
+from lowprec_check.torchkit.autocast_rules import autocast_policies
 from lowprec_check.torchkit.devices import is_available
 
 SUITE = """

@@ -57,7 +57,7 @@ from lowprec_check.engine.model.zoo import load_folder, load_timm, load_torchvis
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.schema.options import FORMS
 from lowprec_check.schema.scanned_model import STREAMED
-from lowprec_check.torchkit.autocast import noting_autocasts
+from lowprec_check.torchkit.autocast_rules import noting_autocasts
 
 FACTORIES = ("make_model", "build_model", "create_model", "get_model")
 

@@ -50,7 +50,7 @@ from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import ScanResult
 from lowprec_check.schema.statements import short_op
-from lowprec_check.torchkit.autocast import following_regions, noted
+from lowprec_check.torchkit.autocast_rules import following_regions, noted
 from lowprec_check.torchkit.dispatch_mode import AutocastKeys, DispatchMode, observing
 from lowprec_check.torchkit.floating_dtypes import is_narrow, torch_dtype
 from lowprec_check.torchkit.pytree import leaves

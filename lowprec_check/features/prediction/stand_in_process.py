@@ -30,7 +30,7 @@ from lowprec_check.errors import message_of
 from lowprec_check.features.prediction.kernel_support import DTYPES, KernelSupport
 from lowprec_check.schema.measures import PredictedDevice
 from lowprec_check.schema.op_calls import fallback_warning
-from lowprec_check.torchkit.autocast import aten_overload, noted
+from lowprec_check.torchkit.autocast_rules import aten_overload, noted
 from lowprec_check.torchkit.dispatch_mode import AutocastKeys, DispatchMode, is_observing, run_op
 from lowprec_check.torchkit.floating_dtypes import is_float, is_narrow
 from lowprec_check.torchkit.op_kernels import forget_kernels, replace_autocast_kernels, shared_kernel

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from lowprec_check.schema.findings import MixedCall
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.torchkit.autocast import noting_autocasts
+from lowprec_check.torchkit.autocast_rules import noting_autocasts
 
 Cast = Callable[[Tensor, Tensor], Tensor]
 Body = Callable[["Mixing", Tensor, Tensor, Tensor, Cast], Tensor]
