@@ -62,6 +62,7 @@ class ProgramCaster(CallWatcher):
         """The exception that ended the program."""
         self._asked = asked or OutputForm()
         self._tolerance = max((PRECISIONS.get(each.precision).tolerance for each in assigned.values()), default=0.0)
+        self._is_mixed = any(each.precision != "fp32" for each in assigned.values())
         self._choices, self._methods, self._outputs = assigned, set(methods), outputs
         self._saves = not assigned
         self.at_end: Callable[[], object] = dict
@@ -91,9 +92,16 @@ class ProgramCaster(CallWatcher):
             number = self._numbers.get((key, method), 0) + (not is_beyond)
             self._numbers[key, method] = number
         assignment, device = self._choices.get(key), next(module.parameters()).device
-        application = None
+        application, copies = None, Copies()
         if assignment is not None and assignment.precision != "fp32":
             application = self._application(key, assignment, module)
+        elif (
+            self._is_mixed
+            and next(module.parameters()).dtype not in NARROW
+            and any(tensor.dtype in NARROW for _, tensor in leaves((args, kwargs)))
+        ):
+            # The program gives it the dtype of another model
+            args, kwargs = map_tensors((args, kwargs), _in_fp32, copies)
         integers = [
             _sample(tensor, _INTEGERS) for _, tensor in leaves((args, kwargs)) if not tensor.is_floating_point()
         ]
@@ -101,8 +109,9 @@ class ProgramCaster(CallWatcher):
         start = system.monotonic()
         if application is None:
             output = call(module, *args, **kwargs)
+            if copies:
+                output = map_tensors(output, _in_fp32, refill(copies, _in_fp32))
         else:
-            copies: Copies = {}
             parameters = tuple(parameters_of(getattr(module, method or "forward")))
             in_fp32 = tensors_named(application.keep_fp32_inputs, args, kwargs, parameters)
             cast_args, cast_kwargs = _cast(application, in_fp32, args, kwargs, copies)

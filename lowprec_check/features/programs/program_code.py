@@ -116,6 +116,10 @@ def _unplaced_forms(program: ProgramScan, assigned: Assignments) -> Iterator[lis
             text = f"with {_autocast(models[0], precisions.pop())}:\n"
             yield [PastedCode(lines.pop(), f"import torch\n\n{text}", is_around=True)]
     yield _at_borders(models, assigned)
+    others = [model for model in program.models if model not in models]
+    if others and all(model.place is not None and model.place.path for model in others):
+        # A pipeline may give them the dtype of another model
+        yield _at_borders(program.models, assigned)
 
 
 def _cast_models(models: Sequence[ScannedModel], assigned: Assignments) -> list[ScannedModel]:

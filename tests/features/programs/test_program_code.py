@@ -76,7 +76,7 @@ MAIN = """
 def test_the_code_at_the_borders_does_as_casts_from_outside(tmp_path: Path, vae: str) -> None:
     tried = Tried(tmp_path / "infer.py", PARTS + textwrap.dedent(MAIN), ("image", "text"))
     assigned = tried.assigned("half", Vae=vae)
-    (form,) = tried.forms(assigned)
+    form, *_ = tried.forms(assigned)
     # Before the loop in which the pipeline is called, by the variable of the function
     assert [code.line for code in form] == ["infer.py:43"]
     assert "pipe.unet.to(torch.float16)" in form[0].text
@@ -150,6 +150,26 @@ def test_a_program_that_takes_too_long_is_no_fault_of_a_model(tmp_path: Path) ->
     assert run.problem == "it did not end within 0.4 s"
 
 
+def test_a_model_in_fp32_takes_what_the_program_casts_to_the_dtype_of_another(tmp_path: Path) -> None:
+    """As a pipeline does with images for a VAE."""
+    body = """
+        import torch
+        class A(torch.nn.Linear): ...
+        class B(torch.nn.Linear): ...
+        a, b = A(4, 4), B(4, 4)
+        with torch.no_grad():
+            y = b(a(torch.ones(2, 4)).to(a.weight.dtype))
+    """
+    tried = Tried(tmp_path / "infer.py", body)
+    assigned = tried.assigned("half", B="fp32")
+    outside = tried.outside(assigned)
+    assert outside.problem == ""
+    assert all(error.error is not None and error.error < 1e-2 for error in outside.errors)
+    alone, both = tried.forms(assigned)
+    assert "mat1 and mat2" in tried.pasted(alone, assigned).problem
+    assert tried.pasted(both, assigned).errors == outside.errors
+
+
 def test_a_text_that_is_another_is_not_the_result(tmp_path: Path) -> None:
     body = "import torch\nnet = torch.nn.Linear(2, 2)\ntext = str(net(torch.ones(1, 2) / 3).tolist())\n"
     tried = Tried(tmp_path / "infer.py", body, ("text",))
@@ -190,7 +210,7 @@ def test_models_that_a_variable_stands_for_in_turns_have_ways_of_their_own(tmp_p
     tried = Tried(tmp_path / "infer.py", LOOP)
     assert [model.name for model in tried.seen.models] == ["nets['a']", "nets['b']"]
     assigned = {"Linear#0": Assignment("half"), "Linear#1": Assignment("fp32")}
-    (form,) = tried.forms(assigned)
+    form, *_ = tried.forms(assigned)
     assert [(code.line, "nets['b']" in code.text) for code in form] == [("infer.py:5", False)]
     run, outside = tried.pasted(form, assigned), tried.outside(assigned)
     assert run.problem == ""
@@ -209,7 +229,7 @@ def test_a_variable_that_is_bound_again_names_the_model_at_its_line(tmp_path: Pa
     tried = Tried(tmp_path / "infer.py", body)
     assert [model.name for model in tried.seen.models] == ["net at infer.py:4", "net at infer.py:6"]
     assigned = tried.assigned("bfloat16")
-    (form,) = tried.forms(assigned)
+    form, *_ = tried.forms(assigned)
     assert [code.line for code in form] == ["infer.py:4", "infer.py:6"]
     assert tried.pasted(form, assigned).errors == tried.outside(assigned).errors
     # In a loop no line has only one of them
@@ -230,7 +250,7 @@ def test_a_function_gets_no_import_that_its_file_has(tmp_path: Path) -> None:
     for imports, name, has_import in (("import torch, os", "torch", False), ("import torch as t", "t", True)):
         tried = Tried(tmp_path / "infer.py", body.format(imports=imports, name=name))
         assigned = tried.assigned("bfloat16")
-        (form,) = tried.forms(assigned)
+        form, *_ = tried.forms(assigned)
         assert form[0].text.startswith("import torch\n") == has_import
         assert tried.pasted(form, assigned).errors == tried.outside(assigned).errors
 
@@ -254,7 +274,7 @@ def test_modules_and_inputs_that_stay_in_fp32_do(tmp_path: Path) -> None:
     models = [msgspec.structs.replace(model, scan=scan) for model in tried.seen.models]
     tried.seen = msgspec.structs.replace(tried.seen, models=models)
     assigned = {"Net#0": Assignment("half", ["last"], ["scale"])}
-    (form,) = tried.forms(assigned)
+    form, *_ = tried.forms(assigned)
     assert "cast_except(app['net'], [\"last\"])" in form[0].text
     run, outside = tried.pasted(form, assigned), tried.outside(assigned)
     assert run.problem == ""
@@ -284,13 +304,13 @@ def test_one_function_serves_models_with_and_without_inputs_in_fp32(tmp_path: Pa
     # A scan names an argument by its place if all come so, else by its parameter
     for name in ("scale", "inputs[1]"):
         assigned = {"Net#0": Assignment("half", [], ["scale"]), "Net#1": Assignment("half", [], [name])}
-        (form,) = tried.forms(assigned)
+        form, *_ = tried.forms(assigned)
         run, outside = tried.pasted(form, assigned), tried.outside(assigned)
         assert run.problem == ""
         assert run.errors == outside.errors
         assert all(each.error is not None and each.error < 1e-2 for each in run.errors)
     assigned["Net#1"] = Assignment("half")
-    (form,) = tried.forms(assigned)
+    form, *_ = tried.forms(assigned)
     assert [code.text.count("def at_border") for code in form] == [1]
     run = tried.pasted(form, assigned)
     assert run.errors == tried.outside(assigned).errors
@@ -318,7 +338,7 @@ def test_modules_in_fp32_are_those_of_the_method_whose_scan_found_them(tmp_path:
     models = [msgspec.structs.replace(model, scan=scan) for model, scan in zip(tried.seen.models, scans, strict=True)]
     tried.seen = msgspec.structs.replace(tried.seen, models=models)
     assigned = {"Vae#0": Assignment("half", ["last"])}
-    (form,) = tried.forms(assigned)
+    form, *_ = tried.forms(assigned)
     run, outside = tried.pasted(form, assigned), tried.outside(assigned)
     assert run.problem == ""
     assert run.errors == outside.errors
@@ -337,7 +357,7 @@ def test_a_thread_reaches_a_model_by_a_variable_of_its_file(tmp_path: Path) -> N
     """
     tried = Tried(tmp_path / "infer.py", body)
     assigned = tried.assigned("bfloat16")
-    (form,) = tried.forms(assigned)
+    form, *_ = tried.forms(assigned)
     assert [code.line for code in form] == ["infer.py:5"]
     assert tried.pasted(form, assigned).errors == tried.outside(assigned).errors
 
@@ -444,7 +464,7 @@ def test_a_pipeline_of_diffusers_is_cast_as_a_whole(tmp_path: Path) -> None:
     checked(tried.pasted(whole, assigned), 5e-2)
     # The VAE in fp32: it gets what the UNet returned, in fp32
     mixture = tried.assigned("half", AutoencoderKL="fp32")
-    (borders,) = tried.forms(mixture)
+    borders, *_ = tried.forms(mixture)
     checked(tried.pasted(borders, mixture), 1e-2)
 
 
@@ -481,7 +501,7 @@ def test_a_pipeline_with_a_switch_for_its_vae_gets_it(tmp_path: Path) -> None:
     pytest.importorskip("diffusers")
     tried = Tried(tmp_path / "infer.py", SDXL, ("image",))
     mixture = tried.assigned("half", AutoencoderKL="fp32")
-    switched, _ = tried.forms(mixture)
+    switched, *_ = tried.forms(mixture)
     (code,) = switched
     assert "pipe.to(torch.float16)\npipe.vae.register_to_config(force_upcast=True)" in code.text
     checked(tried.pasted(switched, mixture), 1e-2)
