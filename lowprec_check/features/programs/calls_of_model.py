@@ -144,7 +144,8 @@ class CallsOfModel:
 
         state = self._state.before_call()
         args, kwargs = map_tensors((args, kwargs), noted)  # the program may change containers later
-        call = CallCopy(self.count, line, args, kwargs, _form(tensors), state)
+        form = [(tensor.dtype, *(size.bit_length() for size in tensor.shape)) for tensor in tensors]
+        call = CallCopy(self.count, line, args, kwargs, form, state)
         is_larger = self._is_larger(_outer_tensors((args, kwargs)), self.count)
         is_new = all(kept.form != call.form for kept in self._kept)
         if self._last is not None:
@@ -237,10 +238,6 @@ def _outer_tensors(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, item in items:
             yield from _outer_tensors(item, f"{name}.{key}", depth + 1)
-
-
-def _form(tensors: Sequence[Tensor]) -> Sequence[Any]:
-    return [(tensor.dtype, *(size.bit_length() for size in tensor.shape)) for tensor in tensors]
 
 
 def _magnitude(tensor: Tensor) -> float | None:

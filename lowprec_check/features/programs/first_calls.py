@@ -5,6 +5,7 @@ from __future__ import annotations
 import keyword
 import re
 import sys
+import traceback
 import types
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -60,7 +61,7 @@ def place_of(module: nn.Module, frame: FrameType | None, *, takes_floats: bool =
     That one runs once, where an inner one may run for each call. The variable ``but`` does not
     count.
     """
-    frames = list(_frames(frame))
+    frames = [at for at, _ in traceback.walk_stack(frame)] if frame is not None else []
     caller = next((at for at in frames if not at.f_code.co_filename.startswith(PACKAGE)), None)
     by_package = caller is not None and is_installed(caller.f_code.co_filename)
     own = [at for at in frames if is_own_file(at.f_code.co_filename)]
@@ -139,9 +140,3 @@ def _component(value: Any, module: nn.Module) -> str | None:
     if not any(kind.__name__ == "DiffusionPipeline" and kind.__module__.startswith("diffusers.") for kind in kinds):
         return None
     return next((name for name, part in value.components.items() if part is module), None)
-
-
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

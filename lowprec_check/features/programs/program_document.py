@@ -157,24 +157,34 @@ def _cell(variable: VariableError, tolerance: float) -> ErrorOf:
     return ErrorOf(variable.error, tolerance, shown)
 
 
+def _why_no_mixture(program: ProgramScan) -> str:
+    """Why the program did not run with its models in lower precisions; empty if that may come."""
+    failed = next((run for run in program.runs if run.name == "fp32"), None)
+    scanned = [model for model in program.models if model.scan is not None]
+    if failed is not None:
+        return f"The program cannot run again in fp32: {failed.problem.rstrip('.')}"
+    if program.stay_in_fp32 and program.complete:
+        return "Stay in fp32: models pass in 16 bits, but the program parts from fp32 with them"
+    if scanned and program.complete and all(recommended_assignment(each).precision == "fp32" for each in scanned):
+        of_which = " that could be scanned" if len(scanned) < len(program.models) else ""
+        return f"Stay in fp32: no model{of_which} passes in 16 bits"
+    return ""
+
+
 def _verdict(program: ProgramScan) -> Iterator[Block]:
     """What the program returns with each model in its recommended precision."""
     run = next((run for run in program.runs if run.name == RECOMMENDED), None)
     if run is None:
-        failed = next((run for run in program.runs if run.name == "fp32"), None)
-        scanned = [model for model in program.models if model.scan is not None]
-        if failed is not None:
-            yield Say(f"The program cannot run again in fp32: {failed.problem.rstrip('.')}.", "bad", "verdict")
-        elif program.stay_in_fp32 and program.complete:
-            why = "models pass in 16 bits, but the program parts from fp32 with them"
-            yield Say(f"Stay in fp32: {why}.", "bad", "verdict")
-        elif scanned and program.complete and all(recommended_assignment(each).precision == "fp32" for each in scanned):
-            of_which = " that could be scanned" if len(scanned) < len(program.models) else ""
-            yield Say(f"Stay in fp32: no model{of_which} passes in 16 bits.", "bad", "verdict")
+        why = _why_no_mixture(program)
+        if why:
+            yield Say(f"{why}.", "bad", "verdict")
         return
     name, last = _name_of(run, program.models), run.errors[-1] if run.errors else None
     compared = ", ".join(f"{each.name} {_difference(each)}" for each in run.variables)
-    memory = _part_of_weights(run, program.runs)
+    memory = ""
+    fp32_bytes = next((other.weight_bytes for other in program.runs if other.name == AGAIN), 0)
+    if 0 < run.weight_bytes < fp32_bytes:
+        memory = f", {run.weight_bytes / fp32_bytes:.2f} of the memory of weights"
     if run.speed is not None:
         pace = f"{run.speed:.1f} times as fast" if run.speed > 1 else f"{1 / run.speed:.1f} times as slow"
         memory = f", about {pace}{memory}"
@@ -220,13 +230,6 @@ def _difference(variable: VariableError) -> str:
     if variable.error == 0:
         return "is equal"
     return f"differs by {variable.error:.1e}{fill(' ({} dB)', variable.psnr and f'{variable.psnr:.0f}')}"
-
-
-def _part_of_weights(run: ProgramRun, runs: Sequence[ProgramRun]) -> str:
-    fp32 = next((other.weight_bytes for other in runs if other.name == AGAIN), 0)
-    if not 0 < run.weight_bytes < fp32:
-        return ""
-    return f", {run.weight_bytes / fp32:.2f} of the memory of weights"
 
 
 def _name_of(run: ProgramRun, models: Sequence[ScannedModel]) -> str:

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -158,9 +159,12 @@ class _Runs:
     def _session(self, load: Callable[[TargetSpec, Any], Any], name: str = "") -> Session[ScanOptions]:
         # The process ends the program before, and says so
         seconds = LOAD_SECONDS + 2 * FORGIVEN * (self.options.budget or PROGRAM_SECONDS)
-        on_progress = self.on_progress
-        if name:
-            on_progress = _named(on_progress, name)
+        on_progress = shown = self.on_progress
+        if name and shown is not None:
+
+            def on_progress(run: str, doing: str) -> None:
+                shown(run if run == NOTICE else f"{run} · {name}", doing)
+
         return Session(self.spec, self.options, self.isolation, seconds, on_progress, load=load)
 
 
@@ -235,13 +239,6 @@ def key_to_blame(result: ProgramScan) -> str | None:
     return next((key for key in reversed(called) if key in low), min(low, default=None))
 
 
-def _named(on_progress: OnProgress | None, name: str) -> OnProgress | None:
-    """Progress of a run of the program, with its name."""
-    if on_progress is None:
-        return None
-    return lambda run, doing: on_progress(run if run == NOTICE else f"{run} · {name}", doing)
-
-
 # -- inside the processes
 
 
@@ -289,7 +286,7 @@ def _run_cast(
     calls: tuple[int, int | None],
     spec: TargetSpec,
     options: ScanOptions,
-) -> _Ended:
+) -> Any:
     """What came of the program; if its files have other ``texts``, these make the casts.
 
     ``calls`` are those that are expected, and the most that it may make.
@@ -333,16 +330,8 @@ def _run_cast(
     seconds = sum(error.seconds for error in caster.errors)
     weights = caster.weight_bytes()
     run = ProgramRun("", [], caster.errors, caster.problem, is_late, seconds, None, weights, ended.errors)
-    return _Ended(run)
+    return SimpleNamespace(run=run, on_progress=None)
 
 
-@dataclass
-class _Ended:
-    """A run of the program, for a session."""
-
-    run: ProgramRun
-    on_progress: OnProgress | None = None
-
-
-def _run_of(ended: _Ended, _isolation: Any, _options: Any) -> Iterator[ProgramRun]:
+def _run_of(ended: Any, _isolation: Any, _options: Any) -> Iterator[ProgramRun]:
     yield ended.run
