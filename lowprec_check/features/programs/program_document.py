@@ -60,6 +60,12 @@ def program_document(program: ProgramScan) -> Document:
             done = f"the program ran again {counted(len(program.runs), 'time')}, then it was stopped"
         blocks.append(Say(done, "warn", "note"))
     blocks += [Say(note, "warn", "note") for note in program.notes]
+    # Code that was put into the script has moved its lines
+    drawing = (run for run in program.runs if run.name != AGAIN and not run.code)
+    lines = dict.fromkeys(line for run in drawing for line in run.other_draws)
+    if lines:
+        drawn = f"in 16 bits torch draws other random numbers from a seed than in fp32 ({', '.join(lines)})"
+        blocks.append(Say(f"{drawn}: runs of the program got those of fp32, rounded", "warn", "note"))
     head = len(blocks)
     blocks += _code(program)
     blocks += [Heading("Models", anchor="models"), _models_table(program.models)]

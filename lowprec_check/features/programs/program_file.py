@@ -31,7 +31,7 @@ from lowprec_check.features.programs.program_scan import (
     ProgramRun,
     ProgramScan,
 )
-from lowprec_check.process import Isolation
+from lowprec_check.process import Isolation, system
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.statements import agree, some
 
@@ -48,6 +48,8 @@ _SHORT, _CLEAR = 0.05, 1.2
 """Seconds of fp32 from which on a speed is told, if it differs by this factor and by three times as
 much as two runs of fp32.
 """
+_WAITING = 0.05
+"""The part of the time in calls, waited for a core in one run, from which on no speed is told."""
 FORGIVEN = 4.0
 """So many times as long it may take in another precision, which the device may not accelerate."""
 
@@ -99,8 +101,7 @@ class _Runs:
     on_progress: OnProgress | None
     compare: Sequence[str]
     made: dict[str, Assignments] = field(default_factory=dict)
-    in_fp32: list[list[CallError]] = field(default_factory=list)
-    """The calls of the runs of fp32."""
+    in_fp32: list[ProgramRun] = field(default_factory=list)
 
     def scanned(self, wanted: Wanted | None = None, earlier: ProgramScan | None = None) -> Iterator[ProgramScan]:
         """Watch it, keep the calls that are ``wanted``, and yield the result after each model."""
@@ -119,7 +120,7 @@ class _Runs:
             run_of = functools.partial(self._run, result, outputs)
             run = _run_by_code(result, assigned, run_of) if name == RECOMMENDED else run_of(name, assigned)
             if name in ("fp32", AGAIN):
-                self.in_fp32.append(run.errors)
+                self.in_fp32.append(run)
             if not assigned and not run.problem:  # it has only saved its outputs
                 continue
             by_name = {other.name: other for other in result.runs} | {name: run}
@@ -186,11 +187,12 @@ def _run_by_code(program: ProgramScan, assigned: Assignments, run_of: Callable[.
     return msgspec.structs.replace(outside or run_of(RECOMMENDED, assigned), no_code=why)
 
 
-def _timed(run: ProgramRun, in_fp32: Sequence[Sequence[CallError]]) -> ProgramRun:
+def _timed(run: ProgramRun, in_fp32: Sequence[ProgramRun]) -> ProgramRun:
     """A run with its speed against two of fp32, before and after it, if that is clear."""
-    if run.name == AGAIN or run.problem:
+    runs = [*in_fp32, run]
+    if run.name == AGAIN or run.problem or any(each.waited > _WAITING * each.seconds for each in runs):
         return run
-    counted = [_typical_seconds(errors) for errors in (*in_fp32, run.errors)]
+    counted = [_typical_seconds(each.errors) for each in runs]
     before, after, own = (sum(seconds.values()) for seconds in counted)
     if not own or min(before, after) < _SHORT or any(seconds.keys() != counted[0].keys() for seconds in counted):
         return run
@@ -292,19 +294,21 @@ def _run_cast(
     ``calls`` are those that are expected, and the most that it may make.
     """
     from lowprec_check.features.programs.casting import ProgramCaster
+    from lowprec_check.features.programs.draws import Draws
     from lowprec_check.features.programs.running import STOPPED, run_to_end
     from lowprec_check.features.programs.variables import VariableComparison
 
     from_outside = dict.fromkeys(assigned, Assignment("fp32")) if texts else assigned
     asked = OutputForm(judge=options.judge, limits=parse_limits(options.limit))
     caster = ProgramCaster(from_outside, [*models], outputs, calls=calls[0], most=calls[1], asked=asked)
-    ended = VariableComparison(compare, outputs, saves=not assigned)
+    ended, draws = VariableComparison(compare, outputs, saves=not assigned), Draws()
+    waited_before = system.own_wait() or 0.0
     seconds = FORGIVEN * (options.budget or PROGRAM_SECONDS)
 
     @contextlib.contextmanager
     def watching(variables: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
         caster.at_end = functools.partial(ended.read, variables)
-        with caster.watching():
+        with draws.as_in_fp32(), caster.watching():
             yield
         caster.at_end()
 
@@ -329,7 +333,18 @@ def _run_cast(
         caster.problem = f"it calls {number} of its {len(models)} models then, as if it kept results of the run before"
     seconds = sum(error.seconds for error in caster.errors)
     weights = caster.weight_bytes()
-    run = ProgramRun("", [], caster.errors, caster.problem, is_late, seconds, None, weights, ended.errors)
+    run = ProgramRun(
+        "",
+        [],
+        caster.errors,
+        caster.problem,
+        is_late,
+        seconds,
+        (system.own_wait() or 0.0) - waited_before,
+        other_draws=draws.lines,
+        weight_bytes=weights,
+        variables=ended.errors,
+    )
     return SimpleNamespace(run=run, on_progress=None)
 
 

@@ -138,8 +138,14 @@ class ProgramRun(Struct, frozen=True):
     """Whether it was ended for taking too long, which is no fault of a model."""
     seconds: float = 0.0
     """In calls of models, in this one run, with the casts of their inputs and outputs."""
+    waited: float = 0.0
+    """Seconds of a whole run in which its thread waited for a core that other programs had."""
     speed: float | None = None
     """How many times as fast as fp32 these calls are, about; ``None`` if noise may be all of it."""
+    other_draws: list[str] = []
+    """Lines that draw random numbers in 16 bits, which torch makes other ones than in fp32. In this
+    run they were those of fp32, rounded.
+    """
     weight_bytes: int = 0
     """Of the parameters and buffers of the models."""
     variables: list[VariableError] = []

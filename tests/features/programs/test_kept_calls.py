@@ -344,14 +344,17 @@ def test_a_late_run_is_blamed_on_no_model() -> None:
 def test_a_speed_is_told_if_it_is_clear(own: float, after: float, speed: float | None) -> None:
     """One call of twenty is slowed down by something else."""
 
-    def calls(seconds: float) -> list[CallError]:
-        return [CallError("Net#0", call, 0.0, seconds=seconds if call != 7 else 50.0) for call in range(1, 21)]
+    def a_run(seconds: float, calls: int = 20, waited: float = 0.0) -> ProgramRun:
+        errors = [CallError("Net#0", n, 0.0, seconds=seconds if n != 7 else 50.0) for n in range(1, calls + 1)]
+        total = sum(error.seconds for error in errors)
+        return ProgramRun(RECOMMENDED, ["half", "half"], errors, seconds=total, waited=waited)
 
-    run = ProgramRun(RECOMMENDED, ["half", "half"], calls(own))
-    timed = _timed(run, [calls(2.0), calls(after)])
+    run = a_run(own)
+    timed = _timed(run, [a_run(2.0), a_run(after)])
     assert timed.speed == (None if speed is None else pytest.approx(speed))
-    assert _timed(run, [calls(2.0), calls(2.0)[:-1]]).speed is None
-    assert _timed(run, [[], []]).speed is None
+    assert _timed(run, [a_run(2.0), a_run(2.0, calls=19)]).speed is None
+    assert _timed(run, [a_run(2.0, calls=0)] * 2).speed is None
+    assert _timed(run, [a_run(2.0), a_run(after, waited=9.0)]).speed is None  # other programs had the cores
     screen = " ".join(text(program_document(msgspec.structs.replace(a_program(), runs=[timed]))).split())
     assert ("about 2.0 times as fast" in screen) == (speed == 2.0)
     assert ("about 2.0 times as slow" in screen) == (speed == 0.5)

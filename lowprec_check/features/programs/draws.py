@@ -1,0 +1,107 @@
+"""Random numbers that a program draws in 16 bits: those that it draws in fp32, rounded.
+
+From one seed torch draws other numbers in another dtype. Two runs of a program that draws in the
+dtype of a model, as diffusers draws latents, would differ by these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowprec_check.engine.model.user_surroundings import replaced
+from lowprec_check.torchkit.floating_dtypes import NARROW
+from lowprec_check.torchkit.source_location import own_line
+
+_NEW, _LIKE = ("rand", "randn"), ("rand_like", "randn_like")
+_IN_PLACE = ("normal_", "uniform_", "exponential_")
+_ROUNDING = 2**-5
+"""Relative difference of two draws that is no rounding, of any dtype with 16 bits."""
+
+
+class Draws:
+    """Where a program draws numbers in 16 bits that are not those of fp32, rounded."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        """``infer.py:21``, each once."""
+
+    @contextlib.contextmanager
+    def as_in_fp32(self) -> Iterator[None]:
+        """Inside, what is drawn in 16 bits are the numbers of fp32, rounded."""
+        with contextlib.ExitStack() as stack:
+            for names, draw in ((_NEW, self._new), (_LIKE, self._like)):
+                for name in names:
+                    stack.enter_context(replaced(torch, name, functools.partial(draw, getattr(torch, name))))
+            for name in _IN_PLACE:
+                stack.enter_context(replaced(Tensor, name, self._in_place(getattr(Tensor, name))))
+            yield
+
+    def _new(self, function: Callable[..., Tensor], *size: Any, **options: Any) -> Tensor:
+        dtype = options.get("dtype") or torch.get_default_dtype()
+        if dtype not in NARROW or options.get("out") is not None:
+            return function(*size, **options)
+        return self._drawn(function, dtype, size, options)
+
+    def _like(self, function: Callable[..., Tensor], tensor: Tensor, **options: Any) -> Tensor:
+        dtype = options.get("dtype") or tensor.dtype
+        if dtype not in NARROW:
+            return function(tensor, **options)
+        return self._drawn(function, dtype, (tensor,), options)
+
+    def _drawn(self, function: Callable[..., Tensor], dtype: torch.dtype, args: Any, options: dict[str, Any]) -> Tensor:
+        """New numbers of fp32, rounded."""
+        requires_grad = options.pop("requires_grad", False)
+        device = options.get("device")
+        if device is None:
+            device = next((given.device for given in args if isinstance(given, Tensor)), torch.get_default_device())
+        with _same_state(options.get("generator") or _default_generator(torch.device(device))):
+            by_itself = function(*args, **{**options, "dtype": dtype})
+        numbers = function(*args, **{**options, "dtype": torch.float32})
+        self._note(by_itself, numbers)
+        return numbers.to(dtype).requires_grad_(requires_grad)
+
+    def _in_place(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(function)
+        def draw(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+            if tensor.dtype not in NARROW:
+                return function(tensor, *args, **options)
+            with _same_state(options.get("generator") or _default_generator(tensor.device)):
+                by_itself = function(tensor.detach().clone(), *args, **options)
+            numbers = function(torch.empty_like(tensor, dtype=torch.float32), *args, **options)
+            self._note(by_itself, numbers)
+            return tensor.copy_(numbers)
+
+        return draw
+
+    def _note(self, by_itself: Tensor, numbers: Tensor) -> None:
+        """Keep where numbers were drawn that are not those of fp32."""
+        difference = (by_itself.float() - numbers).abs() > _ROUNDING * numbers.abs().clamp(min=_ROUNDING)
+        line = own_line(sys._getframe(2))
+        if line is not None and line not in self.lines and bool(difference.any()):
+            self.lines.append(line)
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    number = module.current_device() if device.index is None else device.index
+    generator: torch.Generator = module.default_generators[number]
+    return generator
+
+
+@contextlib.contextmanager
+def _same_state(generator: torch.Generator) -> Iterator[None]:
+    """Inside, numbers may be drawn that do not count."""
+    state = generator.get_state()
+    try:
+        yield
+    finally:
+        generator.set_state(state)
