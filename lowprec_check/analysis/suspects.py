@@ -16,7 +16,7 @@ from lowprec_check.schema.module_paths import is_inside, module_around
 from lowprec_check.schema.op_calls import PRODUCTS, OpCall
 from lowprec_check.schema.plan import Blame, Constant
 from lowprec_check.schema.scan_result import Gap, Run
-from lowprec_check.schema.statements import fill, percent, short_op
+from lowprec_check.schema.statements import error_figure, fill, percent, short_op
 
 LEAST_CAUSE = 0.001  # a module with a smaller share of the error is not said to cause it
 _LEAST_GUESS = 1e-3  # smaller relative errors of an op are not guessed
@@ -156,6 +156,7 @@ def blame(runs: Sequence[Run], keep: Sequence[str], untried: Collection[str] = (
     for module in keep:
         faults = (_first_fault(run, module, gaps[module], rows[module]) for run, gaps, rows in of_runs)
         fault = next(filter(None, faults), None) or _out_of_range(module, runs) or _largest_cause(module, runs)
+        fault = fault or _quantized(module, runs)
         # else nothing is known against it but that the model fails without it
         by_trial = BY_TRIAL
         if module in untried:
@@ -174,6 +175,15 @@ def _by_module(found: Iterable[Located], kept: Collection[str]) -> defaultdict[s
         if module is not None:
             grouped[module].append(item)
     return grouped
+
+
+def _quantized(module: str, runs: Sequence[Run]) -> Blame | None:
+    """The error of a layer that is quantized, by itself."""
+    layers = (layer for run in runs for layer in run.layer_errors if layer.module == module and layer.local)
+    layer = next(layers, None)
+    if layer is None:
+        return None
+    return Blame(module=module, op=layer.op, why=f"has an error of {error_figure(layer.local)} if it is quantized")
 
 
 def _out_of_range(module: str, runs: Sequence[Run]) -> Blame | None:

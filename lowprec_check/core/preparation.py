@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lowprec_check.core.memory_limits import check_weights_fit
-from lowprec_check.core.tasks import ModelTask
+from lowprec_check.core.tasks import ModelTask, RunTask
 from lowprec_check.core.trace.plain_modes import withholding
 from lowprec_check.engine.model.prepared import Prepared, prepared
 from lowprec_check.engine.model.snapshot import Snapshot
@@ -83,16 +83,17 @@ def on_backend(task: ModelTask, target: Target, ready: Prepared) -> Prepared:
     """``ready``, called through the backend of ``task``."""
     if task.backend == EAGER:
         return ready
-    return ready.calling(OnBackend(BACKENDS.get(task.backend), target, ready, task.seed, task.keep_fp32))
+    is_trial = bool(task.keep_fp32) and isinstance(task, RunTask) and not task.measured
+    backend = BACKENDS.get(task.backend)
+    return ready.calling(OnBackend(backend, target, ready, task.seed, keep=task.keep_fp32, is_trial=is_trial))
 
 
 class OnBackend:
     """Replaces the call of ``ready``; the backend prepares the model at the first call."""
 
-    def __init__(
-        self, backend: Backend, target: Target, ready: Prepared, seed: int, keep: tuple[str, ...] = ()
-    ) -> None:
-        self._backend, self._target, self._ready, self._seed, self._keep = backend, target, ready, seed, keep
+    def __init__(self, backend: Backend, target: Target, ready: Prepared, seed: int, **options: Any) -> None:
+        """``options`` are those of the :class:`Example`."""
+        self._backend, self._target, self._ready, self._seed, self._options = backend, target, ready, seed, options
         self._call: Callable[..., Any] | None = None
         self.prepared: Callable[..., Any] | None = None
         """What replaces the model, without the loss; ``None`` before the first call."""
@@ -132,7 +133,7 @@ class OnBackend:
             precision=ready.precision,
             device=ready.device.type,
             calibration=self._calibration,
-            keep=self._keep,
+            **self._options,
         )
 
     def _calibration(self) -> Iterator[Call]:

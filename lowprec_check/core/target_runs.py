@@ -30,7 +30,7 @@ from lowprec_check.engine.model.target_source import TargetSource
 from lowprec_check.engine.model.target_spec import NOTICE
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation, system
-from lowprec_check.schema.axes import BACKENDS
+from lowprec_check.schema.axes import BACKENDS, keeps_layers
 from lowprec_check.schema.measures import Errors, TimingConditions
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.precisions import FP16, PRECISIONS
@@ -293,7 +293,7 @@ class TargetRuns:
             return skipped(task.key, reason, task.evidence)
         # The eager run of the same precision and memory format explains one on another backend.
         eager = None
-        if backend != EAGER and not kept:
+        if backend != EAGER and (not kept or keeps_layers(backend)):
             eager = self._eager.get(task.key._replace(backend=EAGER))
         task = dataclasses.replace(task, instrumented=instrumented and eager is None, status_only=status_only)
         # It draws what is drawn without kept modules, or in fp32.

@@ -23,6 +23,7 @@ from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.analysis.statements.status import error_text
 from lowprec_check.report.blocks import Column, Detail, ErrorOf, Row, StatusOf, Table, shown_speed
 from lowprec_check.report.feature_parts import RunColumn
+from lowprec_check.schema.axes import kept_in
 from lowprec_check.schema.module_paths import patterns
 from lowprec_check.schema.registry import objects_of_features
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER
@@ -113,7 +114,7 @@ def _briefly(run: Run, about: Sequence[Statement], result: ScanResult) -> str:
         names = ", ".join(patterns(run.kept, run.called_modules))
         if len(names) > _LONGEST_NAMES:
             names = counted(len(run.kept), "module")
-        texts.append(f"{names} in fp32")
+        texts.append(f"{names} in {kept_in(run.backend, run.base)}")
     if fails_elsewhere(run) is None:
         texts += [each.text_of(label(run)) for each in about if each.about != "margin"]
     if any(each.about == "margin" and each.tone == "warn" for each in about):

@@ -50,6 +50,8 @@ class Example:
     """Returns inputs to calibrate on: those of the file's ``calibration()``, else the example."""
     keep: tuple[str, ...] = ()
     """Paths of layers to leave in :attr:`precision`, for a backend with ``keeps_layers``."""
+    is_trial: bool = False
+    """Whether only its values count, for a trial of a plan: it need not be compiled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +204,14 @@ def lowers_precision(name: str) -> bool:
 def keeps_layers(name: str) -> bool:
     """Whether the backend ``name`` can leave layers alone; false if it is not installed."""
     return bool(getattr(BACKENDS.find(name), "keeps_layers", False))
+
+
+def kept_in(backend: str, precision: str | None) -> str:
+    """What a plan keeps modules in: fp32; if the backend quantizes, the format of ``precision``."""
+    base = PRECISIONS.find(precision or "")
+    if base is not None and keeps_layers(backend):
+        return base.format.short
+    return "fp32"
 
 
 def calibrates(name: str) -> bool:

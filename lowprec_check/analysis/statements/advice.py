@@ -36,6 +36,7 @@ from lowprec_check.analysis.speed import Speed, in_turns, is_faster, speed
 from lowprec_check.analysis.statements.kinds import Detail, Made, Said, kinds, per_run, per_scan, said, warn_if
 from lowprec_check.analysis.statements.status import NEAR, on_further, passes_but, why
 from lowprec_check.analysis.training_status import drawback, is_timed, part_of_limit, remedies, way_text
+from lowprec_check.schema.axes import kept_in
 from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.module_paths import number_of
 from lowprec_check.schema.plan import Plan
@@ -214,7 +215,8 @@ def in_fp32(keeps: Plan | Recommendation, modules: int, plan: Plan | None) -> st
         kept.append(f"{count} of {counted(modules - 1, 'module')}")
     elif count:
         kept.append(counted(count, "module"))
-    return f"{choices(kept, 'and')} in fp32"
+    base = keeps.base if isinstance(keeps, Plan) else keeps.precision
+    return f"{choices(kept, 'and')} in {kept_in(keeps.backend, base)}"
 
 
 # -- what the verdict rests on

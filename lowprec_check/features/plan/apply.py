@@ -11,7 +11,7 @@ from torch import nn
 from lowprec_check.engine.model.prepared import application_of, is_planned
 from lowprec_check.engine.model.target import inside
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.axes import device_type
+from lowprec_check.schema.axes import device_type, keeps_layers
 from lowprec_check.schema.plan import Plan
 from lowprec_check.schema.precisions import PRECISIONS
 
@@ -50,6 +50,8 @@ def apply(model: Model, plan: Plan | str | Path) -> Model:
     if low:
         names = ", ".join(sorted(str(dtype)[6:] for dtype in low))
         raise UsageError(f"The model has {names} parameters, but a plan needs fp32.", "Call model.float() first.")
+    if keeps_layers(plan.backend):
+        raise UsageError(f"The plan is for {plan.backend}, which quantizes the model.", "Paste the code of the plan.")
     plan.check_modules(describe_modules(model))
     kinds = {tensor.device.type for tensor in [*model.parameters()] or model.buffers()}
     if kinds - {device_type(plan.device)}:

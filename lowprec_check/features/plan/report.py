@@ -10,6 +10,7 @@ from lowprec_check.analysis.statements.advice import in_fp32
 from lowprec_check.analysis.suspects import kept_because
 from lowprec_check.report.blocks import Block, CodeBlock, Column, Detail, Document, Row, Say, Table, speed_of
 from lowprec_check.report.feature_parts import Section
+from lowprec_check.schema.axes import kept_in
 from lowprec_check.schema.module_paths import patterns
 from lowprec_check.schema.plan import Constant, Plan, Planning
 from lowprec_check.schema.run_key import qualified
@@ -79,9 +80,10 @@ def kept_modules(plan: Plan, detail: Detail = "first") -> list[Block]:
         for reason, modules in by_reason.items()
         for name in patterns(modules, plan.modules)
     ]
-    columns = [Column("kept in fp32", "module"), Column("why", "sentence")]
+    kept = f"kept in {kept_in(plan.backend, plan.base)}"
+    columns = [Column(kept, "module"), Column("why", "sentence")]
     if rows:
-        return [Table(columns, rows, "modules kept in fp32", most=20, detail=detail)]
+        return [Table(columns, rows, f"modules {kept}", most=20, detail=detail)]
     return []
 
 

@@ -7,6 +7,7 @@ from lowprec_check.analysis.next_steps import command
 from lowprec_check.analysis.recommend import recommended_run
 from lowprec_check.analysis.run_summary import degenerate_output, failed_search, is_plan_of, passes_all
 from lowprec_check.analysis.statements.kinds import Made, per_run
+from lowprec_check.schema.axes import kept_in
 from lowprec_check.schema.module_paths import patterns
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import chained, say, say_if
@@ -17,9 +18,8 @@ def plan_passes(run: Run, result: ScanResult) -> Made:
     """The modules that a plan keeps in fp32, with which this run passes."""
     for plan in result.runs:
         if is_plan_of(plan, run) and passes_all(plan, result.runs) and plan.keep_fp32:
-            passes = say(
-                "with {kept:modules} in fp32 (the plan) it passes", kept=patterns(plan.kept, plan.called_modules)
-            )
+            kept, dtype = patterns(plan.kept, plan.called_modules), kept_in(plan.backend, plan.base)
+            passes = say("with {kept:modules} in {dtype:text} (the plan) it passes", kept=kept, dtype=dtype)
             error = say_if(plan.rel_l2 is not None, ", error {error:error}", error=plan.rel_l2)
             return chained(passes, error, between="")
     return None
@@ -55,4 +55,5 @@ def _no_plan(run: Run, result: ScanResult) -> Made:
 def kept(run: Run, result: ScanResult) -> Made:
     """What the recommendation keeps in fp32."""
     is_best = run is recommended_run(result)
-    return say_if(is_best and run.kept, "kept in fp32: {kept:modules}", kept=patterns(run.kept, run.called_modules))
+    kept, dtype = patterns(run.kept, run.called_modules), kept_in(run.backend, run.base)
+    return say_if(is_best and run.kept, "kept in {dtype:text}: {kept:modules}", kept=kept, dtype=dtype)

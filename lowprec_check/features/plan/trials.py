@@ -23,7 +23,7 @@ from lowprec_check.engine.model.inputs import named_tensors
 from lowprec_check.engine.model.prepared import shared_weights
 from lowprec_check.features.plan.minimize import SearchResult, Trials, Verdict, search
 from lowprec_check.process import system
-from lowprec_check.schema.axes import lowers_precision
+from lowprec_check.schema.axes import keeps_layers, kept_in, lowers_precision
 from lowprec_check.schema.measures import MATTERS, InputTrial
 from lowprec_check.schema.module_paths import module_around, number_of, patterns
 from lowprec_check.schema.plan import STOPPED_WITHOUT_PLAN, Attempt
@@ -234,14 +234,17 @@ class Proposer:
             problem = failing.reason or failing.status
         elif failing.status == "unjudged":
             problem = "its output cannot be compared, so no plan can be proven"
-        elif lowers_precision(backend):
+        elif lowers_precision(backend) and not keeps_layers(backend):
             problem = f"{backend} quantizes modules that are kept in fp32, too"
+        elif lowers_precision(backend) and not any(layer.local for layer in runs[0].layer_errors):
+            problem = "the errors of its layers are not known"
         elif best_ms is not None and latency_ms is not None and latency_ms > max(SHORT_MS, SLOWER * best_ms):
             times = f"{latency_ms / best_ms:.1f} times"
             problem = f"its fastest call took {times} as long as the fastest with the plan found"
         if problem is not None:
             return Proposal(attempt=self.objective.attempt(failing, outcome=f"not searched: {problem}"))
-        found = _Search(self, runs)
+        kind = _LayerSearch if keeps_layers(backend) else _Search
+        found = kind(self, runs)
         try:
             return found.propose()
         finally:
@@ -276,16 +279,18 @@ class _Search:
         batch, self.failing = next(
             pair for pair in zip(proposer.batches, runs, strict=False) if not proposer.objective.reached(pair[1])
         )
+        self.kept_in = kept_in(self.backend, self.base)
         self.inputs: tuple[str, ...] = ()
         """The inputs that are not cast."""
-        # A scan has analyzed its runs.
-        if not proposer.explains:
-            self.failing = self._run(batch, (), instrumented=True)
-        self.evidence, self.failed = [self.failing], dict[Keep, Run]()
+        self.failed = dict[Keep, Run]()
         self.order = list(proposer.batches)
         model = proposer.batches[0].target.model
         self.names = [name for name, _ in model.named_modules()]
-        self.tree = ModuleTree(called_modules(model, [self.proposer.fp32, *runs]))
+        self.tree = ModuleTree(self._candidates(model, runs))
+        # A scan has analyzed its runs.
+        if not proposer.explains:
+            self.failing = self._analyzed(batch, runs)
+        self.evidence = [self.failing]
         self.trials = Trials(self.tree, self._try, proposer.stop_reason)
         self.started = system.monotonic()
 
@@ -297,12 +302,12 @@ class _Search:
             tolerance = self.failing.tolerance
         most_alone = self.proposer.limits.most_alone
         result = None
-        if is_input_suspect(self.failing):
+        if self._is_input_suspect(self.failing):
             result = self._with_inputs()
         if result is None:
-            result = search(self.tree, suspects(self.failing), self.trials, self._explain, tolerance, most_alone)
+            result = search(self.tree, self._suspects(), self.trials, self._explain, tolerance, most_alone)
         if result.keep is None and self._needs_inputs():
-            result = search(self.tree, suspects(self.failing), self.trials, self._explain, tolerance, most_alone)
+            result = search(self.tree, self._suspects(), self.trials, self._explain, tolerance, most_alone)
         if result.keep:
             # Cast all inputs if the base passes with the modules ``keep`` alone.
             needed, self.inputs = self.inputs, ()
@@ -315,7 +320,7 @@ class _Search:
                 if others and self.proposer.stop_reason(self.trials.count) is None:
                     self.show(f"op by op without {module} in fp32")
                     self.evidence.append(self._run(self.order[0], others, instrumented=True))
-        run = None
+        run: Run | None = None
         attempt: dict[str, Any] = {}
         if result.keep is not None:
             fp32, run = self.proposer.batches[0].time([self._measure(result.keep)]).runs
@@ -325,11 +330,16 @@ class _Search:
                 "proven": _error(run),
                 "speedup": speed(run, [fp32]).told_ratio,
             }
+        outcome = self._outcome(result)
+        # Trials are not compiled.
+        if run is not None and not self.proposer.objective.reached(run):
+            why_not = self.proposer.objective.why_not(run)
+            attempt, run, outcome = {}, None, f"no plan: {outcome} if it is not compiled; compiled it fails ({why_not})"
         attempt |= {
             "first_pass": self.trials.first_pass,
             "trials": self.trials.count,
             "seconds": round(system.monotonic() - self.started, 2),
-            "outcome": self._outcome(result),
+            "outcome": outcome,
             "constants": constants(self.failing),
         }
         return Proposal(
@@ -362,7 +372,7 @@ class _Search:
         """Whether the base passes with inputs in fp32 besides all modules, which then stay so."""
         everything = self.tree.normalized(self.tree.children(""))
         failed = self.failed.get(everything)
-        if self.inputs or failed is None or self.trials.stopped is not None or not is_input_suspect(failed):
+        if self.inputs or failed is None or self.trials.stopped is not None or not self._is_input_suspect(failed):
             return False
         tried = self._try_inputs(failed, everything)
         if tried.passes:
@@ -392,7 +402,10 @@ class _Search:
                 return Verdict(False, own_fault=own_fault, error=_error(run))
             runs.append(run)
 
-        # Whether anything runs in low precision with ``keep`` in fp32.
+        return Verdict(True, any_low=self._any_low(keep, runs), error=_error(max(runs, key=error_of)))
+
+    def _any_low(self, keep: Keep, runs: Sequence[Run]) -> bool:
+        """Whether anything runs in low precision with ``keep`` in fp32, as in ``runs``."""
         kept = frozenset(keep)
 
         def has_low_op(run: Run) -> bool:
@@ -407,8 +420,21 @@ class _Search:
         # An output that equals fp32's bit for bit may be so because nothing ran in low precision.
         differs = any(run.output_is_zero or run.output_error is None or run.output_error.rel_l2 != 0.0 for run in runs)
         # If it is unclear, a run is analyzed op by op.
-        any_low = (expected and differs) or has_low_op(self._run(self.order[0], keep, instrumented=True))
-        return Verdict(True, any_low=any_low, error=_error(max(runs, key=error_of)))
+        return (expected and differs) or has_low_op(self._run(self.order[0], keep, instrumented=True))
+
+    def _candidates(self, model: nn.Module, runs: Sequence[Run]) -> dict[str, str]:
+        """Path to type of every module that can be kept, parents first."""
+        return called_modules(model, [self.proposer.fp32, *runs])
+
+    def _analyzed(self, batch: TargetRuns, runs: Sequence[Run]) -> Run:
+        """The failing run of ``batch`` with what the search starts from."""
+        return self._run(batch, (), instrumented=True)
+
+    def _suspects(self) -> Suspects:
+        return suspects(self.failing)
+
+    def _is_input_suspect(self, run: Run) -> bool:
+        return is_input_suspect(run)
 
     def _explain(self, keep: Keep) -> Suspects:
         self._show_trial(keep, "kept, op by op")
@@ -453,7 +479,7 @@ class _Search:
             runs[0], precision=PLAN, base=self.base, untied=[], output_error=worst.output_error
         )
         # A cast makes copies of weights that modules in fp32 share with others.
-        if PRECISIONS.get(self.base).kind == "cast":
+        if PRECISIONS.get(self.base).kind == "cast" and not keeps_layers(self.backend):
             plan = msgspec.structs.replace(plan, untied=shared_weights(self.proposer.batches[0].target.model, keep))
         # Only the first batch is analyzed: places have no ranges.
         if runs[1:]:
@@ -464,17 +490,17 @@ class _Search:
         if result.keep is not None:
             early = " (search stopped early)" if self.trials.stopped is not None else ""
             kept = patterns([*self.inputs, *result.keep], self.names)
-            return f"passes with {some(kept)} in fp32{early}"
+            return f"passes with {some(kept)} in {self.kept_in}{early}"
         if self.trials.stopped is not None:
             return f"{STOPPED_WITHOUT_PLAN} {self.trials.stopped}"
         if not self.tree.types:
-            return "no plan: no submodule is called, so none can be kept in fp32"
+            return f"no plan: no submodule is called, so none can be kept in {self.kept_in}"
         failed = self.failed.get(self.tree.normalized(self.tree.children("")))
         if failed is None and result.failed_alone:
             tried = f"fails with one module in low precision (tried: {some(result.failed_alone)})"
-            return f"no plan: passes with every op in fp32, {tried}"
+            return f"no plan: passes with every op in {self.kept_in}, {tried}"
         if failed is None:
-            return "no plan: passes only with every op in fp32"
+            return f"no plan: passes only with every op in {self.kept_in}"
         reason = self.proposer.objective.why_not(failed)
         # Keeping submodules in fp32 does not change a failure in the model's own forward.
         if failed.exception is None or not failed.exception.module:
@@ -482,8 +508,39 @@ class _Search:
             if own is not None:
                 what = f"{short_op(own.op)} {own.why}" if own.op else own.why
                 reason = f"in the model's own forward, {what}{f', {own.source}' if own.source else ''}"
-        return f"no plan: fails even with every submodule in fp32 ({reason})"
+        return f"no plan: fails even with every submodule in {self.kept_in} ({reason})"
 
+
+class _LayerSearch(_Search):
+    """Searches the layers that a backend quantizes, those with the largest errors first."""
+
+    def _candidates(self, model: nn.Module, runs: Sequence[Run]) -> dict[str, str]:
+        # Only the first batch is measured.
+        self.errors = {layer.module: layer for layer in runs[0].layer_errors if layer.left is None}
+        return {name: type(module).__name__ for name, module in model.named_modules() if name in self.errors}
+
+    def _analyzed(self, batch: TargetRuns, runs: Sequence[Run]) -> Run:
+        return msgspec.structs.replace(self.failing, layer_errors=runs[0].layer_errors)
+
+    def _suspects(self) -> Suspects:
+        """All layers: first those with a large error of the output if they alone are quantized."""
+
+        def rank(name: str) -> tuple[bool, float]:
+            layer = self.errors[name]
+            error = layer.local if layer.alone is None else layer.alone
+            # An error that is not finite is larger than any other.
+            return layer.alone is None and layer.local is not None, -(math.inf if error is None else error)
+
+        return Suspects([], sorted(self.errors, key=rank), False)
+
+    def _is_input_suspect(self, run: Run) -> bool:
+        return False
+
+    def _any_low(self, keep: Keep, runs: Sequence[Run]) -> bool:
+        return set(keep) != set(self.tree.types)
+
+    def _explain(self, keep: Keep) -> Suspects:
+        return self._suspects()
 
 def _error(run: Run) -> float | None:
     """rel_l2 of the output, if it is finite."""

@@ -101,7 +101,8 @@ class OfFormat(Quantizing):
         """The quantized model, which its first call compiles, unless it is emulated."""
         from lowprec_check.features.quantize.quantized_linear import quantize_linear
 
-        return quantize_linear(model, self.form, example.device, example.calibration, example.keep)
+        compiles = not example.is_trial
+        return quantize_linear(model, self.form, example.device, example.calibration, example.keep, compiles=compiles)
 
     def layer_errors(self, prepared: Any, model: Any, example: Example) -> list[LayerError]:
         """The error of each linear layer, on the calibration inputs."""

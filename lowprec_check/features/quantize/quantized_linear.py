@@ -42,7 +42,13 @@ class QuantizedLinear:
 
 
 def quantize_linear(
-    model: nn.Module, format: Format, device: str, calibration: Calibration, keep: Collection[str] = ()
+    model: nn.Module,
+    format: Format,
+    device: str,
+    calibration: Calibration,
+    keep: Collection[str] = (),
+    *,
+    compiles: bool = True,
 ) -> QuantizedLinear:
     """A copy with linear layers in ``format``, but those that ``keep`` names, compiled unless it is
     emulated. Raises :class:`UsageError` if it quantizes no layer, and ``keep`` is empty.
@@ -68,7 +74,7 @@ def quantize_linear(
             torchao.quantize_(quantized, SmoothQuantConfig(config, "convert"), is_taken)
         else:
             torchao.quantize_(quantized, config, is_taken)
-        if emulated is not None:
+        if emulated is not None or not compiles:
             return QuantizedLinear(quantized, quantized, emulated)
         import torch._inductor.config as inductor
 

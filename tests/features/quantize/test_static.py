@@ -416,16 +416,3 @@ def test_a_calibration_that_draws_gives_the_same_batches_each_time_it_is_read() 
     assert len(first) == 3
     assert not torch.equal(first[0], first[1])
     assert all(map(torch.equal, first, second))
-
-
-@needs_torchao
-def test_no_plan_is_searched_where_kept_modules_are_quantized_too() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).eval()
-    options: dict[str, Any] = {"precisions": "bf16", "backends": "int8-weight-only", "times": "off", "plan": True}
-    result = scan(model, torch.randn(16, 64), tolerance=1e-5, **options)
-    run = next(its for its in result.runs if its.backend == "int8-weight-only")
-    assert run.status == "inaccurate"
-    assert [attempt.outcome for attempt in result.attempts if attempt.backend == run.backend] == [
-        "not searched: int8-weight-only quantizes modules that are kept in fp32, too"
-    ]
