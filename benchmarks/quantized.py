@@ -1,6 +1,6 @@
 """Rows in eight and four bits against plain torchao: bits, weights, speed, printed code, emulation and plans.
 
-    python benchmarks/quantized.py --only llama,bert --formats int8-dynamic,mxfp8 --planted 3
+    python benchmarks/quantized.py --only opt --formats int8-dynamic,mxfp8 --planted 3
     python benchmarks/quantized.py --device cuda --width 1024 --layers 4 --jobs 2 --output reports/quantized
 
 Each model in a format is a process of its own, and each planted outlier: a channel that one layer cannot take, so that
@@ -40,27 +40,10 @@ FORMATS = {
 }
 """The configuration, and what ``in_features`` and ``out_features`` are multiples of; without one, only its code."""
 
-HF = {
-    "llama": ("LlamaForCausalLM", {}),
-    "qwen2": ("Qwen2ForCausalLM", {}),
-    "qwen3": ("Qwen3ForCausalLM", {}),
-    "mistral": ("MistralForCausalLM", {}),
-    "gemma": ("GemmaForCausalLM", {"head_dim": 64}),
-    "phi": ("PhiForCausalLM", {}),
-    "opt": ("OPTForCausalLM", {}),
-    "neox": ("GPTNeoXForCausalLM", {}),
-    "bert": ("BertForSequenceClassification", {}),
-    "roberta": ("RobertaModel", {}),
-    "electra": ("ElectraModel", {}),
-    "distilbert": ("DistilBertModel", {}),
-    "deberta": ("DebertaV2Model", {}),
-    "vit": ("ViTForImageClassification", {}),
-    "deit": ("DeiTModel", {}),
-    "dinov2": ("Dinov2Model", {"mlp_ratio": 2}),
-    "whisper": ("WhisperForConditionalGeneration", {"max_source_positions": 200}),
-}
-"""Classes of transformers, and what their configurations have besides."""
-MODELS = (*HF, "resnet50", "swin_t", "unet")
+DECODERS = ("llama", "qwen2", "qwen3", "mistral", "gemma", "phi", "opt", "gpt_neox")
+ENCODERS, IMAGES = ("bert", "roberta", "electra", "distilbert", "deberta-v2"), ("vit", "deit", "dinov2")
+"""Types of models of transformers."""
+MODELS = (*DECODERS, *ENCODERS, *IMAGES, "whisper", "resnet50", "swin_t", "unet")
 
 
 def model_and_inputs(name: str, width: int, layers: int) -> Any:
@@ -77,26 +60,27 @@ def model_and_inputs(name: str, width: int, layers: int) -> Any:
         model = UNet2DConditionModel(**kinds, sample_size=32, cross_attention_dim=width, layers_per_block=1)
         text = torch.randn(2, 16, width)
         return model.eval(), {"sample": torch.randn(2, 4, 32, 32), "timestep": 10, "encoder_hidden_states": text}
-    if name not in HF:
+    if name in ("resnet50", "swin_t"):
         import torchvision
 
         return getattr(torchvision.models, name)(weights=None).eval(), images
     import transformers
 
-    kind, more = HF[name]
     sizes = dict.fromkeys(("hidden_size", "d_model", "dim", "word_embed_proj_dim"), width)
     hidden = ("intermediate_size", "ffn_dim", "hidden_dim", "encoder_ffn_dim", "decoder_ffn_dim")
     heads = ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads", "n_heads")
     sizes |= dict.fromkeys(hidden, 2 * width) | dict.fromkeys(heads, 8)
     sizes |= dict.fromkeys(("num_hidden_layers", "encoder_layers", "decoder_layers", "n_layers"), layers)
     sizes |= {"vocab_size": 512, "num_key_value_heads": 4, "use_cache": False, "decoder_start_token_id": 1}
-    sizes |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    config = getattr(transformers, kind).config_class(**sizes | more)
-    model, ids = getattr(transformers, kind)(config).eval(), torch.randint(3, 512, (2, 64))
+    sizes |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "mlp_ratio": 2, "max_source_positions": 200}
+    config = transformers.AutoConfig.for_model(name, **sizes)
+    model, ids = transformers.AutoModel.from_config(config).eval(), torch.randint(3, 512, (2, 64))
     if name == "whisper":
         sound = torch.randn(1, config.num_mel_bins, 2 * config.max_source_positions)
         return model, {"input_features": sound, "decoder_input_ids": ids[:1, :16]}
-    return model, {"pixel_values": images} if name in ("vit", "deit", "dinov2") else {"input_ids": ids}
+    if name in IMAGES:
+        return model, {"pixel_values": images}
+    return model, {"input_ids": ids}
 
 
 def quantize_plainly(model: Any, form: str) -> None:
@@ -173,6 +157,17 @@ def median_ms(model: Any, inputs: Any, device: str) -> float:
     return statistics.median(times[5:])
 
 
+def emulated_layers(backend: Any, prepared: Any, low: Any, example: Any) -> tuple[int, int]:
+    """How many layers have an error by kernels that is near the emulated one, of how many."""
+    from lowprec_check.features.quantize import quantized_linear
+
+    quantized_linear.why_emulated = lambda *_: "asked for"
+    emulated = backend.layer_errors(backend.prepare(low, example), low, example)
+    pairs = zip(emulated, backend.layer_errors(prepared, low, example), strict=True)
+    near = [abs(a.local / b.local - 1) <= NEAR_LAYER for a, b in pairs if a.local and b.local]
+    return sum(near), len(near)
+
+
 def compare(item: tuple[str, str, Any]) -> dict[str, Any]:
     """What differs between a row, its code, and plain torchao."""
     name, form, given = item
@@ -183,7 +178,6 @@ def compare(item: tuple[str, str, Any]) -> dict[str, Any]:
 
     from lowprec_check import scan
     from lowprec_check.analysis.snippet import snippet
-    from lowprec_check.features.quantize import quantized_linear
     from lowprec_check.schema.axes import BACKENDS, Example
     from lowprec_check.schema.precisions import PRECISIONS
     from lowprec_check.schema.run_key import RunKey
@@ -222,11 +216,7 @@ def compare(item: tuple[str, str, Any]) -> dict[str, Any]:
             torch.save(plain.state_dict(), file)
             seen["weights"] = abs(row.weight_bytes / file.tell() - 1) <= NEAR
         if form.startswith("fp8-dynamic") and not seen["emulated"]:
-            quantized_linear.why_emulated = lambda *_: "asked for"
-            emulated = backend.layer_errors(backend.prepare(low, example), low, example)
-            pairs = zip(emulated, backend.layer_errors(prepared, low, example), strict=True)
-            near = [abs(a.local / b.local - 1) <= NEAR_LAYER for a, b in pairs if a.local and b.local]
-            seen["layers"] = (sum(near), len(near))
+            seen["layers"] = emulated_layers(backend, prepared, low, example)
     if timed and has_plain and row.latency_ms is not None:
         torch._dynamo.reset()
         seen |= {"ms": row.latency_ms, "loop_ms": median_ms(torch.compile(plain), ready, device)}

@@ -542,6 +542,7 @@ class _LayerSearch(_Search):
     def _explain(self, keep: Keep) -> Suspects:
         return self._suspects()
 
+
 def _error(run: Run) -> float | None:
     """rel_l2 of the output, if it is finite."""
     error = run.output_error.rel_l2 if run.output_error else None
