@@ -187,11 +187,8 @@ def _changes(before: Run, after: Run, old: ScanResult, new: ScanResult) -> Itera
     # errors are of the same output
     same_output = before.compared_module == after.compared_module and before.output_is_zero == after.output_is_zero
     same_output = same_output and before.is_forward and after.is_forward  # else it is that of the first step
-    error, new_error = before.relative_error, after.relative_error
-    if error is not None and new_error is not None and not after.is_reference and same_output:
-        words = "the output error is {times:times}", "as large as before", "smaller than before"
-        texts = error_text(before) or "", error_text(after) or ""
-        yield from error_changes(after, (error, new_error), words, texts)
+    if same_output and not after.is_reference:
+        yield from _errors(before, after)
     for comparison in objects_of_features("diff", Comparison):
         yield from comparison.of_runs(before, after)
     yield from _speed(before, after, old, new)
@@ -205,6 +202,29 @@ def _changes(before: Run, after: Run, old: ScanResult, new: ScanResult) -> Itera
             what = _compared("the peak memory is {times:times}", ratio, "as large as before", "smaller than before")
             shares = f"{percent(of_fp32)} of fp32's", f"{percent(now_of_fp32)} of fp32's"
             yield _moved("memory", after, ratio, what, *shares)
+
+
+def _errors(before: Run, after: Run) -> Iterator[ScanChange]:
+    """That the output error changed, or what the measure says that decides in both scans."""
+    meaning, new_meaning = before.by_meaning, after.by_meaning
+    if meaning is not None and new_meaning is not None and meaning.measure == new_meaning.measure:
+        # Figures with units of their own are compared by the parts of their limits
+        used = max(meaning.used, LEAST_USED), max(new_meaning.used, LEAST_USED)
+        words = (
+            f"the part of the limit of {meaning.measure} is {{times:times}}",
+            "as large as before",
+            "smaller than before",
+        )
+        yield from error_changes(after, used, words, (meaning.shown, new_meaning.shown))
+        return
+    error, new_error = before.relative_error, after.relative_error
+    if error is not None and new_error is not None:
+        words = "the output error is {times:times}", "as large as before", "smaller than before"
+        yield from error_changes(after, (error, new_error), words, (error_text(before) or "", error_text(after) or ""))
+
+
+LEAST_USED = 0.01
+"""The part of a measure's limit below which a change is none."""
 
 
 def error_changes(

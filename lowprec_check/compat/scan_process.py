@@ -24,7 +24,7 @@ from lowprec_check.process.command_worker import CommandWorker
 from lowprec_check.process.interpreter import module_command
 from lowprec_check.process.supervisor import StateEvent, Supervisor, describe_exit
 from lowprec_check.schema.matrix import MatrixCell, MatrixRow
-from lowprec_check.schema.scan_result import ScanResult
+from lowprec_check.schema.scan_result import Run, ScanResult
 
 # -- Which models to scan: reads a list from a file, adds options and devices, chooses file names
 
@@ -116,6 +116,15 @@ def _as_given(saved: str) -> str:
     return re.sub(r"\\u(dc[89a-f][0-9a-f])", lambda match: chr(int(match[1], 16)), saved)
 
 
+def _shown_error(run: Run) -> str | None:
+    """What a cell shows in place of the relative error: the measure that decides, or weights."""
+    if run.by_meaning is not None:
+        return run.by_meaning.shown
+    if run.rel_l2 is None or run.training:
+        return error_text(run)
+    return None
+
+
 def row_of(result: ScanResult, request: Request, seconds: float, made_with: dict[str, str]) -> MatrixRow:
     """Return the row of a scanned model."""
     cells = []
@@ -133,7 +142,7 @@ def row_of(result: ScanResult, request: Request, seconds: float, made_with: dict
             evidence=run.evidence,
             further_inputs=run.further_inputs,
             rel_l2=_digits(distance if run.is_forward else None),
-            error=error_text(run) if run.rel_l2 is None or run.training else None,
+            error=_shown_error(run),
             time=_digits(speed(run, result.runs).time),
             memory=_digits(memory_ratio(run, result.runs)),
             gaps=missing_kernels(run),

@@ -23,7 +23,7 @@ from lowprec_check.core.mode import mode_of
 from lowprec_check.core.target_runs import open_batches
 from lowprec_check.core.trace.plain_modes import parse_withheld
 from lowprec_check.engine.model.model_info import describe_target
-from lowprec_check.engine.model.output_measures import check_judge
+from lowprec_check.engine.model.output_measures import OWN, check_judge
 from lowprec_check.engine.model.prepared import application_of
 from lowprec_check.engine.model.target import Calibration, make_target
 from lowprec_check.engine.model.target_source import TargetSource
@@ -58,6 +58,9 @@ class ScanArguments(ScanOptions):
         None, "average(model) returns an average of the weights with a method update_parameters, such as AveragedModel."
     )
     metric: Callable[[nn.Module], float] | None = option(None, "metric(model) -> float, reported for each run.")
+    judge_function: Callable[[Any, Any], Any] | None = option(
+        None, "judge(output, reference) -> dict of numbers, by which the output is judged, with limit=['name=0.1']."
+    )
     calibration: Calibration | None = option(
         None,
         "Batches like inputs that int8 is calibrated on (a list, a DataLoader), or a function that returns or yields "
@@ -99,7 +102,9 @@ def scan(model: nn.Module, inputs: Any, given: ScanArguments) -> ScanResult:
         UsageError: the model, its inputs or an option is not valid; the message says what to do.
     """
     check_isolation(given.isolation)
-    functions = {name: getattr(given, name) for name in ("loss", "optimizer", "average", "metric")}
+    names = ("loss", "optimizer", "average", "metric", "judge_function")
+    functions = {name: getattr(given, name) for name in names}
+    functions["judge"] = OWN if given.judge_function is not None else None
     source = TargetSource(make_target(model, inputs, calibration=given.calibration, **functions))
     source.on_progress = given.on_progress or source.on_progress
     return scan_target(source, given.isolation, given)

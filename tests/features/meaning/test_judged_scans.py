@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_check import render, scan
+from lowprec_check.analysis.diff import diff_scans
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.scan_result import ScanResult
 
@@ -59,6 +60,11 @@ def test_a_fault_is_told_in_tokens() -> None:
     assert run.by_meaning is not None
     messages = [finding.message for finding in result.diagnostics if finding.code == "LP301"]
     assert "of the tokens agree" in messages[0] or "KL divergence" in messages[0]
+    before = scanned(Language(scale=8.0))
+    changes = [change.what for change in diff_scans(before, result).changes if change.kind == "error"]
+    assert changes
+    assert changes[0].startswith("the part of the limit of tokens is")
+    assert not [change for change in diff_scans(before, before).changes if change.kind == "error"]
 
 
 class Detector(nn.Module):

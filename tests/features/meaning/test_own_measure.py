@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lowprec_check import scan
 from lowprec_check.engine.model.output_measures import parse_limits, structured
 from lowprec_check.engine.model.output_tensors import OutputForm, OutputTensors
 from lowprec_check.engine.model.plain_run import judge
@@ -101,6 +102,20 @@ def test_a_scan_judges_by_the_function_of_a_file(
         assert run.further_inputs is not None
         assert run.further_inputs.statuses == {"ok": 2}
         assert (trial.status, trial.reason) == ("ran", "")
+
+
+def test_scan_takes_the_function() -> None:
+    model, inputs = nn.Linear(8, 8).eval(), torch.randn(4, 8)
+    quick = {"precisions": "bfloat16", "times": "off", "isolation": "none", "further_inputs": 0}
+
+    def judge(output: Tensor, reference: Tensor) -> dict[str, float]:
+        return {"apart": float((output.float() - reference).abs().max())}
+
+    run = scan(model, inputs, judge_function=judge, limit=["apart=0.5"], **quick).runs[1]
+    assert run.by_meaning is not None
+    assert (run.status, run.by_meaning.measure, run.tolerance) == ("ok", "judge", 0.5)
+    with pytest.raises(UsageError, match="There is no function `judge`"):
+        scan(model, inputs, limit=["apart=0.5"], **quick)
 
 
 def test_what_a_loss_is_for() -> None:
