@@ -127,7 +127,9 @@ class OtherCommand(NamedTuple):
     help: str
 
 
-OTHER_COMMANDS: dict[str, list[OtherCommand]] = {}
+OTHER_COMMANDS = {
+    "scan": [OtherCommand("program", "--program", "Scan every model that the script calls: the command program.")]
+}
 """By the name of the command instead of which they are run."""
 
 
@@ -183,6 +185,8 @@ class WithScriptArguments(GroupedHelp):
         for other in OTHER_COMMANDS.get(self.name or "", []):
             if other.option in own and parent is not None:
                 command = parent.command.get_command(parent, other.name)
+                if command is None:  # its feature is not there
+                    continue
                 known = {name for parameter in command.params for name in parameter.opts}
                 foreign = {name for parameter in self.params for name in parameter.opts} - known
                 for argument in own:

@@ -18,8 +18,6 @@ from lowprec_check.cli.app import (
     stdout_kept,
 )
 from lowprec_check.cli.options import (
-    OTHER_COMMANDS,
-    OtherCommand,
     TargetRequest,
     WithScriptArguments,
     grouped,
@@ -30,10 +28,6 @@ from lowprec_check.cli.report import Reports
 from lowprec_check.features.programs.program_options import ProgramOptions, check_fits
 from lowprec_check.schema.base import write_file
 from lowprec_check.schema.options import OUTPUT
-
-OTHER_COMMANDS.setdefault("scan", []).append(
-    OtherCommand("program", "--program", "Scan every model that the script calls: the command program.")
-)
 
 
 @app.command(cls=WithScriptArguments)
