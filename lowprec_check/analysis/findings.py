@@ -203,6 +203,8 @@ def tally(diagnostics: Sequence[Diagnostic]) -> str:
     return f"{counted(len(reported), 'finding')}{fill(': {}', by_severity)}{accepted}"
 
 
+# -- Lines of the first screen
+
 MOST = 5
 _WIDTH = 98  # columns of a line: 100, indented by two
 _TO_DO = " → "

@@ -407,6 +407,8 @@ def remarks_of(run: Run) -> list[CompilerRemark]:
     return run.backend_check.remarks if run.backend_check is not None else []
 
 
+# -- Choices that a run makes otherwise than fp32
+
 DECISIVE = 5  # choices decide if the output error is more than so many times what is left with those of fp32
 
 

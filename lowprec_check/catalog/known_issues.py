@@ -167,6 +167,9 @@ def _is(value: str | None, names: Sequence[str | None]) -> bool | None:
     return value in names
 
 
+# -- Faults that users have reported
+
+
 class OpsAround(NamedTuple):
     """What a run shows around an op. Ops are base names without namespace: `mul`."""
 

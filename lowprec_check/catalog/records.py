@@ -221,6 +221,8 @@ def why_operator_not_applicable(op: str, dtype: Dtype) -> str | None:
     return None
 
 
+# -- Support, derived from records
+
 Evidence = Literal["measured", "declared"]
 Registration = Literal["native", "fallback", "composite", "none"]
 """How a device runs an aten op: with its own kernel, on the CPU, by other ops, or not at all."""

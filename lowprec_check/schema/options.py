@@ -566,6 +566,8 @@ class PlanOptions(DeclaredOptions):
         return [base.name for base in plan_bases() if base in asked and self.base in (None, base.kind)]
 
 
+# -- Functions of Python with these options
+
 P = ParamSpec("P")
 Given = TypeVar("Given", bound=DeclaredOptions)
 Found = TypeVar("Found")

@@ -323,6 +323,8 @@ class TrainingRun(Struct, frozen=True, kw_only=True):
         return next((way for way in self.ways if way.name == name), None)
 
 
+# -- What a script does wrong with autocast and ``GradScaler``
+
 AmpFault = Literal[
     "unscaled-twice",
     "unscaled-fp16",

@@ -19,6 +19,8 @@ from lowprec_check.catalog.aten import AutocastDtype
 from lowprec_check.torchkit.dispatch_mode import AutocastKeys, DispatchMode
 from lowprec_check.torchkit.source_location import source_line
 
+# -- Regions of ``torch.autocast``
+
 _NOTED = "_lowprec_check_noted"
 
 
@@ -96,6 +98,9 @@ def following_regions(entered: list[Any]) -> Iterator[None]:
             yield
     finally:
         owner.__enter__, owner.__exit__ = enter, leave
+
+
+# -- The dtype of each function
 
 
 class _FirstCall(Exception):  # noqa: N818 - no error: it ends a call whose first op is known

@@ -116,6 +116,8 @@ def exit_handlers_of_the_user() -> Iterator[list[Callable[..., Any]]]:
         yield handlers
 
 
+# -- What cannot be undone
+
 _STARTS = ("os.system", "os.posix_spawn", "os.exec", "os.startfile")
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 
@@ -193,6 +195,9 @@ def _is_of_user(frame: FrameType) -> bool:
         if not is_library:
             return is_user_code(name) and own_line(frame) is not None
     return False
+
+
+# -- Files that stay as they are
 
 
 @contextlib.contextmanager

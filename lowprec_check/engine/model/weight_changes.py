@@ -142,6 +142,9 @@ def _short(value: float) -> float:
     return value
 
 
+# -- Casts to 16 bits
+
+
 class WeightCasts:
     """The calls that cast parameters to 16 bits, by the id of the parameter."""
 

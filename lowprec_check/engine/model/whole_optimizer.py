@@ -22,6 +22,8 @@ from lowprec_check.engine.model.user_code import parameters_of
 from lowprec_check.errors import UsageError, message_of, type_name
 from lowprec_check.torchkit.source_location import is_user_code
 
+# -- Optimizers like one of the user's
+
 Settings = list[dict[str, Any]]
 """Of each parameter group, everything but its parameters."""
 
@@ -201,6 +203,8 @@ def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
 def _is_needed(parameter: Any) -> bool:
     return parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
 
+
+# -- Optimizers that are taken whole
 
 CLOSURE = object()
 """Stands for the closure among the arguments of a call."""

@@ -31,6 +31,8 @@ from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.statements import short_op
 
+# -- Causes behind values out of range
+
 ROUNDS = 3
 """Runs that are explained again, at most."""
 
@@ -154,6 +156,8 @@ def _added(row: OpCall) -> float:
     """What the op adds itself, or by which it magnifies the error of its inputs."""
     return max(row.local_error or 0.0, (row.accumulated_error or 0.0) - (row.input_error or 0.0))
 
+
+# -- The run again, with the blamed modules in fp32
 
 SLOWEST_MS = 5000.0
 """A run that takes longer for a call is not repeated to test what its analysis blames."""

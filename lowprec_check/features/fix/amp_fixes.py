@@ -171,6 +171,8 @@ _FIXES: dict[AmpFault, Callable[[ScalerCalls, ScriptCall, AmpUse], Found]] = {
 """Of faults with a change; ``scaled-clip`` is among those of all scripts."""
 
 
+# -- Faults of the loss and the weights
+
 _HALF = ("float16", "half")
 """The dtype of weights that a ``GradScaler`` does not take."""
 

@@ -42,6 +42,8 @@ from lowprec_check.schema.plan import Plan
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import counted, short_op
 
+# -- What a search chose
+
 
 @dataclass
 class Chosen:
@@ -157,6 +159,9 @@ def compared_with_plan(plan: Plan | None, changes: Sequence[SourceChange]) -> st
 LEAST_SECONDS = 60.0  # for the search after a scan that took less, and for each trial
 SLOW_SECONDS = 30.0  # after a longer scan, each run of a trial has its own process, with limits for calls and ops
 MOST_ROUNDS = 8
+
+
+# -- The search
 
 
 def fix_file(

@@ -19,6 +19,8 @@ from lowprec_check.schema.statements import say
 from lowprec_check.schema.training import BEYOND, STALLED
 from lowprec_check.torchkit.floating_dtypes import torch_dtype
 
+# -- Autocast in the script's own loop
+
 Change = tuple[SourceText, SourceFix]
 
 
@@ -221,6 +223,8 @@ def _runs(source: SourceText, statements: list[ast.stmt]) -> Iterator[list[ast.s
     yield from blocks.values()
 
 
+# -- Switches of the script
+
 MOST = 4
 """Switches that are tried."""
 
@@ -368,6 +372,8 @@ def _in_source(words: str, source: SourceText, anchor: ast.AST, edit: Edit) -> S
     why = f"the script's own switch for low precision: {words}"
     return Switch(words, (), (source, SourceFix("switch", why, anchor, edits=(edit,))))
 
+
+# -- The search for what passes
 
 FAILS = "the script fails"
 

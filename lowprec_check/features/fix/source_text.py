@@ -278,6 +278,8 @@ def unified_diff(old: str, new: str, name: str) -> str:
     return "".join(line if line.endswith("\n") else f"{line}{no_newline}" for line in lines)
 
 
+# -- Calls in a training script
+
 Locate = Callable[[ScriptPlace, str], tuple[SourceText, ast.AST] | str]
 """The expression at a place that calls a function of this name, or why it is left alone."""
 

@@ -35,6 +35,8 @@ from lowprec_check.schema.measures import InputKind, InputsTried
 from lowprec_check.schema.scan_result import Run
 from lowprec_check.torchkit.output_comparison import is_finite
 
+# -- The batches of a scan
+
 _PASSING = ("ok", "unjudged", "skipped")
 
 _OF_FIRST_BATCH = (
@@ -120,6 +122,9 @@ def _of_all(runs: Sequence[Run]) -> dict[str, Any]:
 
 MOST, MOST_NEAR = 16, 64
 """Further inputs tried by default; the second number if the error is near the tolerance on some."""
+
+# -- Further inputs of one batch
+
 NEAR = 0.7
 """The part of the tolerance from which on an error is near it."""
 SECONDS, SHARE = 0.1, 0.2

@@ -56,6 +56,8 @@ from lowprec_check.torchkit.floating_dtypes import is_narrow, torch_dtype
 from lowprec_check.torchkit.pytree import leaves
 from lowprec_check.torchkit.source_location import PACKAGE, ModuleStack, source_lines
 
+# -- Where dtypes come from
+
 _MAKE_NEW = ("_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
 
 
@@ -147,6 +149,8 @@ def floating_arguments(names: Iterable[str], args: Iterable[Any], kwargs: dict[s
             named |= {f"{name}[{index}]": item for index, item in enumerate(value) if isinstance(item, Tensor)}
     return {name: tensor for name, tensor in named.items() if tensor.is_floating_point()}
 
+
+# -- Runs with casts
 
 Way = Literal["narrow", "wide"]
 
@@ -314,6 +318,9 @@ class _CastingFunctions(TorchFunctionMode):
             return self._casting.cast(retry, error, function_name(func), names, sys._getframe(1))
 
 
+# -- The model as given
+
+
 def floating_dtypes(target: Target) -> set[torch.dtype]:
     """Those of the parameters and of the inputs."""
     tensors = [*target.model.parameters(), *(tensor for _, tensor in leaves(target.inputs))]
@@ -338,6 +345,9 @@ def called_as_given(ready: Prepared, target: Target, seed: int) -> ModelAsGiven:
         return ModelAsGiven(dtypes=dtypes)
     mixed = next(iter(mode.calls.values()), None)
     return ModelAsGiven(dtypes=dtypes, exception=describe_error(error, ready.model), mixed=mixed)
+
+
+# -- The feature
 
 
 class MixedDtypesTrials(Feature):

@@ -35,6 +35,8 @@ from lowprec_check.torchkit.dispatch_mode import AutocastKeys, DispatchMode, is_
 from lowprec_check.torchkit.floating_dtypes import is_float, is_narrow
 from lowprec_check.torchkit.op_kernels import forget_kernels, replace_autocast_kernels, shared_kernel
 
+# -- Kernels as of the device
+
 _MOVES = "copy_ clone _to_copy resize_ set_ zero_ detach_ is_same_size _has_same_storage_numel"
 _AS_GIVEN = frozenset(f"aten::{name}" for name in _MOVES.split())
 """Ops that move or convert values, or compare sizes: the CPU gives the same bits."""
@@ -223,6 +225,8 @@ class _TransformsInHalf(DispatchMode):
             args = (args[0].to(_HALF.get(dtype, dtype)), *args[1:])
         return run_op(func, args, kwargs, keys)
 
+
+# -- The process that stands in for a device
 
 DEFAULT_AUTOCAST = torch.float16
 """Of ``torch.autocast`` on CUDA and XPU; on a CPU it is bfloat16."""

@@ -33,6 +33,8 @@ from lowprec_check.torchkit.floating_dtypes import is_float, torch_dtype
 from lowprec_check.torchkit.pytree import leaves, map_tensors
 from lowprec_check.torchkit.source_location import ModuleStack, instruction_of, source_lines
 
+# -- Values out of range, one place at a time
+
 MOST_TRIALS = 12  # places that are tried, those with most Inf first, then those with most zeros
 
 Place = tuple[str, str, str | None, int]  # module, op, line, and which op of this name on the line
@@ -170,6 +172,8 @@ class _Changing(DispatchMode):
         self.values += int(wrong.sum())
         return torch.where(wrong, rounded, tensor)
 
+
+# -- Inputs of logarithms, kept away from zero
 
 INFINITE_AT_ZERO = ("log", "log2", "log10", "rsqrt")
 """Functions that give Inf for 0, and are not defined below."""

@@ -29,6 +29,9 @@ SAMPLED, TOGETHER = 1024, 2**17
 """Random elements kept of each tensor; more if all have at most ``TOGETHER`` together."""
 
 
+# -- What a run of steps did
+
+
 class Samples:
     """The same random elements of named tensors in every run; ``sizes`` are numbers of elements."""
 
@@ -81,6 +84,8 @@ class Trajectory:
         """Steps that were done."""
         return max(0, len(self.weights) - 1)
 
+
+# -- How far runs in fp32 are apart
 
 NOTABLE = 0.1  # the share of the squared distance to fp32 from which on a parameter is named
 
@@ -298,6 +303,8 @@ def _ratio(value: float, reference: float, *, both_zero: float = 0.0) -> float:
         return both_zero if value == 0.0 else math.inf
     return value / reference
 
+
+# -- Runs from other seeds
 
 SEEDS = 4  # fp32 runs from other seeds
 
