@@ -144,6 +144,8 @@ def load_timm(name: str, inputs: tuple[str, ...] = ()) -> Target:
     return zoo_target(f"timm:{name}", model, make_batch, code, asked=bool(inputs))
 
 
+# -- Models of transformers
+
 TOKENS, SAMPLES = 32, 16_000
 """Length of the default inputs: tokens of a text, samples of a sound (one second)."""
 

@@ -120,10 +120,11 @@ def _of_all(runs: Sequence[Run]) -> dict[str, Any]:
     return {"batches": ranges_of(runs), "uncalled_modules": never_called(runs)}
 
 
+# -- Further inputs of one batch
+
+
 MOST, MOST_NEAR = 16, 64
 """Further inputs tried by default; the second number if the error is near the tolerance on some."""
-
-# -- Further inputs of one batch
 
 NEAR = 0.7
 """The part of the tolerance from which on an error is near it."""
