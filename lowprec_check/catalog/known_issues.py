@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from lowprec_check.catalog.names import AnyDevice, AnyDtype, dtype_of, function_name
 from lowprec_check.catalog.records import SHORT
@@ -86,17 +86,23 @@ class KnownIssue(StrictStruct, frozen=True, kw_only=True):
         return after and (self.fixed is None or key < version_key(self.fixed)[:2])
 
 
+_Entry = TypeVar("_Entry", "KnownIssue", "KnownPattern")
+
+
 @cache
 def known_issues(path: Path | None = None) -> tuple[KnownIssue, ...]:
     """All issues in the order of the file; errors name the file, the entry and the key."""
-    path = path or data_folder() / "known_issues.toml"
-    issues = read_tables(path, "issue", KnownIssue)
+    return _read(path or data_folder() / "known_issues.toml", "issue", KnownIssue)
+
+
+def _read(path: Path, table: str, kind: type[_Entry]) -> tuple[_Entry, ...]:
+    entries = read_tables(path, table, kind)
     seen: set[str] = set()
-    for issue in issues:
-        if issue.id in seen:
-            raise UsageError(f"{path}: duplicate entry {issue.id!r}.", "Remove one of them.")
-        seen.add(issue.id)
-    return tuple(issues)
+    for entry in entries:
+        if entry.id in seen:
+            raise UsageError(f"{path}: duplicate entry {entry.id!r}.", "Remove one of them.")
+        seen.add(entry.id)
+    return tuple(entries)
 
 
 def matching(
@@ -270,14 +276,7 @@ def _has(ops: frozenset[str], names: str) -> bool:
 @cache
 def known_patterns() -> tuple[KnownPattern, ...]:
     """All patterns in the order of the file; errors name the file, the entry and the key."""
-    path = data_folder() / "known_patterns.toml"
-    patterns = read_tables(path, "pattern", KnownPattern)
-    seen: set[str] = set()
-    for pattern in patterns:
-        if pattern.id in seen:
-            raise UsageError(f"{path}: duplicate entry {pattern.id!r}.", "Remove one of them.")
-        seen.add(pattern.id)
-    return tuple(patterns)
+    return _read(data_folder() / "known_patterns.toml", "pattern", KnownPattern)
 
 
 def best_fit(candidates: list[KnownPattern], around: OpsAround) -> KnownPattern | None:
