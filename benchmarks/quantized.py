@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import os
 import statistics
 import time
 import warnings
@@ -113,10 +114,12 @@ def uncompiled() -> Iterator[None]:
     import torch
 
     compiled, torch.compile = torch.compile, lambda model, *_, **__: model
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # in workers that import torch anew
     try:
         yield
     finally:
         torch.compile = compiled
+        del os.environ["TORCHDYNAMO_DISABLE"]
 
 
 def tensors(output: Any) -> list[Any]:
@@ -184,6 +187,7 @@ def compare(item: tuple[str, str, Any]) -> dict[str, Any]:
 
     model, inputs = model_and_inputs(name, given.width, given.layers)
     options = {"device": device, "further_inputs": 0, "plan": False, "times": "on" if timed else "off"}
+    options["isolation"] = "spawn" if device == "cuda" else None
     with contextlib.nullcontext() if timed else uncompiled():
         result = scan(copy.deepcopy(model), inputs, precisions="bf16", backends=["eager", form], **options)
     row = result.runs[-1]
@@ -255,6 +259,7 @@ def plan(item: tuple[int, str, Any]) -> dict[str, Any]:
         block.norm.weight[seed % size] /= times
         block.up.weight[:, seed % size] *= times
     options: dict[str, Any] = {"times": "off", "further_inputs": 0, "device": given.device, "plan": True}
+    options["isolation"] = "spawn" if given.device == "cuda" else None
     with uncompiled():
         result = scan(model, x, precisions="bf16", backends=["eager", form], tolerance=1.3 * error, **options)
         row, values = result.runs[-1], {"model": copy.deepcopy(model), "inputs": x}
