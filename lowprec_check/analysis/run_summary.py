@@ -138,13 +138,13 @@ def compared_peaks(run: Run, runs: Sequence[Run]) -> tuple[int, int] | None:
 
 
 def error_of(run: Run) -> float:
-    """The part of its limit that the output's error uses, for sorting; infinite if unknown.
+    """The output's error against fp32, for sorting; infinite if unknown.
 
-    Measures of meaning have units of their own, so that errors are compared by their limits.
+    Of a measure, whose units are its own, the relative error that uses as much of its tolerance.
     """
-    if run.distance is None:
-        return float("inf")
-    return run.distance / (run.tolerance or 1.0)
+    if run.by_meaning is not None:
+        return run.by_meaning.used * (run.by_meaning.tolerance or 1.0)
+    return run.distance if run.distance is not None else float("inf")
 
 
 CLEAR = 0.5  # the part of the tolerance below which a run that passes is not explained with errors

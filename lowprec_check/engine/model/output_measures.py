@@ -251,23 +251,26 @@ def _meanings(
     for name, measure in measures.items():
         if form.judge not in (None, name):
             continue
-        parts = [part for part in measure.parts(form, reference) if taken.isdisjoint(part.values())]
-        if not parts:
-            continue
-        numbers = {number for part in parts for number in part.values()}
-        taken |= numbers
-        ours, wanted = ([{role: side[n] for role, n in part.items()} for part in parts] for side in (output, reference))
+        numbers = set[int]()
         try:
+            parts = [part for part in measure.parts(form, reference) if taken.isdisjoint(part.values())]
+            if not parts:
+                continue
+            numbers = {number for part in parts for number in part.values()}
+            ours, wanted = (
+                [{role: side[n] for role, n in part.items()} for part in parts] for side in (output, reference)
+            )
             measured = measure.compare(ours, wanted, tolerance)
         except UsageError:
             raise
         except Exception as error:  # rel_l2 can tell what a measure cannot
             reason = f"the measure fails: {type_name(error)}: {first_line(message_of(error))}"
             measured = Measured(cannot_tell=reason)
+        taken |= numbers
         why = form.kind
         if form.judge is not None:
             why = "asked for"
-        elif form.loss:
+        elif form.loss in ("classes", "binary"):
             why = f"{why}, trained by cross entropy"
         meanings.append(msgspec.structs.replace(_meaning(name, measured, dict(form.limits)), why=why))
         if not measured.cannot_tell:
@@ -306,7 +309,7 @@ def _meaning(name: str, measured: Measured, limits: Mapping[str, float]) -> Mean
         text=text,
         shown=f"{what} {worst.shown(worst.value)}",
         loss=loss,
-        limit=worst.loss(worst.limit or 0.0),
+        limit=min(worst.loss(worst.limit or 0.0), MOST_USED),
         used=min(worst.used, MOST_USED),
     )
 
@@ -331,7 +334,10 @@ class UsersMeasure(OutputMeasure):
     def compare(self, output: Sequence[Part], reference: Sequence[Part], tolerance: float) -> Measured:
         """The numbers, with the limits that the function, the file or an option gives."""
         fp32 = structured(reference[0])
-        own, best = self._numbers(structured(output[0]), fp32), self._numbers(fp32, fp32)
+        numbers = [self._form.function(each, fp32) for each in (structured(output[0]), fp32) if self._form.function]
+        if not all(isinstance(each, Mapping) for each in numbers):
+            return Measured(cannot_tell=f"it returns {type(numbers[0]).__name__}, not a dict of numbers")
+        own, best = map(_with_limits, numbers)
         asked = {key.removeprefix(f"{OWN}."): limit for key, limit in self._form.limits if key.startswith(f"{OWN}.")}
         for name in asked:
             if name not in own:
@@ -339,20 +345,18 @@ class UsersMeasure(OutputMeasure):
         figures = {}
         for name, (value, limit) in own.items():
             at_best = best.get(name, (math.nan, None))[0]
+            if math.isnan(at_best):
+                return Measured(cannot_tell=f"it returns NaN or no {name} for fp32 itself")
             figures[name] = Figure(value, f"{name} {{}}", asked.get(name, limit), "own", at_best)
         if all(figure.limit is None for figure in figures.values()):
             return Measured(figures, "no limit is set: --limit NAME=VALUE, or limits = {NAME: VALUE} in the file")
         return Measured(figures)
 
-    def _numbers(self, output: Any, reference: Any) -> dict[str, tuple[float, float | None]]:
-        """The numbers that the function returns, with limits where it returns pairs."""
-        assert self._form.function is not None
-        numbers = self._form.function(output, reference)
-        if not isinstance(numbers, Mapping):
-            words = f"`judge` returns {type(numbers).__name__}, not a dict of numbers."
-            raise UsageError(words, 'Return numbers by name: {"loudness": 0.3}.')
-        pairs = {str(name): value if isinstance(value, tuple) else (value, None) for name, value in numbers.items()}
-        return {name: (float(value), None if limit is None else float(limit)) for name, (value, limit) in pairs.items()}
+
+def _with_limits(numbers: Mapping[Any, Any]) -> dict[str, tuple[float, float | None]]:
+    """Numbers by name, with limits where they are pairs."""
+    pairs = {str(name): value if isinstance(value, tuple) else (value, None) for name, value in numbers.items()}
+    return {name: (float(value), None if limit is None else float(limit)) for name, (value, limit) in pairs.items()}
 
 
 class NamedTensors(dict[str, Any]):

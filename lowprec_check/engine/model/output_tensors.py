@@ -20,7 +20,7 @@ class OutputForm(NamedTuple):
     limits: tuple[tuple[str, float], ...] = ()
     """Limits that are asked for, by measure and figure: ``boxes.found``."""
     loss: str = ""
-    """What it is trained by, which tells what it is: ``classes``, ``binary``."""
+    """What it is trained by, which tells what it is: ``classes``, ``binary``, ``other``."""
     function: Callable[[Any, Any], Any] | None = None
     """``judge(output, reference)`` of the user's file, if ``judge`` is that."""
 

@@ -307,7 +307,9 @@ class Target(NamedTuple):
 
 
 def loss_kind(loss: Any) -> str:
-    """What an output means whose loss this is: ``classes``, ``binary``, or empty if not known."""
+    """What an output with this loss is: ``classes``, ``binary``, ``other``; empty without one."""
+    if loss is None:
+        return ""
     if isinstance(loss, functools.partial):
         loss = loss.func
     names, parts = {getattr(loss, "__name__", "")}, [loss]
@@ -319,7 +321,7 @@ def loss_kind(loss: Any) -> str:
         return "classes"
     if "binary_cross_entropy_with_logits" in names or any(isinstance(part, nn.BCEWithLogitsLoss) for part in parts):
         return "binary"
-    return ""
+    return "other"
 
 
 def make_target(model: nn.Module, inputs: Any, *, calibration: Any = None, **functions: Any) -> Target:

@@ -51,7 +51,7 @@ def distance_of(runs: Iterable[Run]) -> tuple[float, float]:
         if run.further_inputs is not None and run.further_inputs.tried:
             rank += 0.5 * run.further_inputs.failed / run.further_inputs.tried
         if run.status != "ok":
-            error += min(error_of(run), 1e6)
+            error += min(error_of(run), 1e3)
     return rank, error
 
 

@@ -94,7 +94,8 @@ class Choices(OutputMeasure):
             for number, path in enumerate(form.paths)
             if path in self._leaves and output[number].is_floating_point() and self._has_classes(output[number])
         ]
-        if len(parts) == 1 and self.name == "tokens" and "loss" in form.paths:
+        is_entropy = form.loss in ("", "classes")
+        if len(parts) == 1 and self.name == "tokens" and is_entropy and "loss" in form.paths:
             loss = form.paths.index("loss")
             if output[loss].numel() == 1:
                 parts[0]["loss"] = loss

@@ -168,3 +168,6 @@ def test_with_labels_the_ratio_of_perplexities_counts(noise: float) -> None:
         float(functional.cross_entropy(each.reshape(-1, 60).double(), labels).exp()) for each in (low, fp32)
     ]
     assert told.figures["perplexity"] == pytest.approx(perplexities[0] / perplexities[1], rel=1e-5)
+    # A loss of the user's own may be no entropy
+    outputs = [each.as_asked(OutputForm(loss="other")) for each in outputs]
+    assert "perplexity" not in meaning(*outputs)[1].figures

@@ -62,8 +62,11 @@ def test_without_a_limit_or_with_an_exception_the_error_decides() -> None:
     assert (status, error.meaning.cannot_tell) == ("inaccurate", "the measure fails: KeyError: 'quiet'")
     with pytest.raises(UsageError, match="returns no number 'loudness'"):
         compared(apart, "loudness=1")
-    with pytest.raises(UsageError, match="returns float, not a dict"):
-        compared(lambda *_: 1.0)
+    # As of a function of another script that is called so
+    _, error = compared(lambda *_: 1.0)
+    assert error.meaning.cannot_tell == "it returns float, not a dict of numbers"
+    _, error = compared(lambda *_: {"x": (float("nan"), 1.0)})
+    assert error.meaning.cannot_tell == "it returns NaN or no x for fp32 itself"
 
 
 def test_tensors_are_given_as_the_output_has_them() -> None:
@@ -130,5 +133,8 @@ def test_what_a_loss_is_for() -> None:
     def other(output: Tensor) -> Tensor:
         return output.square().mean()
 
-    assert [loss_kind(each) for each in (criterion, by_function, by_module, other, None)] == ["classes"] * 3 + [""] * 2
+    assert [loss_kind(each) for each in (criterion, by_function, by_module, other, None)] == ["classes"] * 3 + [
+        "other",
+        "",
+    ]
     assert loss_kind(nn.BCEWithLogitsLoss()) == "binary"
