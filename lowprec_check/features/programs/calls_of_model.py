@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from tempfile import NamedTemporaryFile, gettempdir
 from typing import Any, NamedTuple
 
@@ -50,11 +50,6 @@ class CallCopy(NamedTuple):
     taken: Mapping[torch.device | str, int] = {}
     """The bytes of its copies on each device, or on the disk."""
 
-    def mapped(self, function: Callable[[Tensor], Tensor]) -> CallCopy:
-        """The call with other tensors."""
-        args, kwargs, state = map_tensors((self.args, self.kwargs, self.state), function)
-        return self._replace(args=args, kwargs=kwargs, state=state)
-
 
 class Room:
     """What is left for calls that are kept: of the memory, then of the disk."""
@@ -69,19 +64,23 @@ class Room:
         room for them.
         """
         sizes: dict[torch.device | str, int] = {}
-        for _, tensor in leaves((call.args, call.kwargs, call.state)):
+        state = call.state if call.number > 1 else {}  # of the first call, most is forgotten soon
+        for _, tensor in leaves((call.args, call.kwargs, state)):
             if not tensor.is_meta:  # that has no memory
                 sizes[tensor.device] = sizes.get(tensor.device, 0) + tensor.numel() * tensor.element_size()
         if self._take(sizes):
-            return call.mapped(_clone)._replace(taken=sizes)
+            args, kwargs = map_tensors((call.args, call.kwargs), _clone)
+            return call._replace(args=args, kwargs=kwargs, taken=sizes)  # its state is a copy
         on_disk: dict[torch.device | str, int] = {_DISK: sum(sizes.values())}
         if self._take(on_disk):
             try:
-                return call.mapped(_in_file)._replace(taken=on_disk)
+                args, kwargs, state = map_tensors((call.args, call.kwargs, call.state), _in_file)
+                return call._replace(args=args, kwargs=kwargs, state=state, taken=on_disk)
             except (OSError, RuntimeError, AttributeError):  # no space, or a system that cannot reserve it
                 self.give_back(on_disk)
         if in_any_case:
-            return call.mapped(_clone)
+            args, kwargs = map_tensors((call.args, call.kwargs), _clone)
+            return call._replace(args=args, kwargs=kwargs)
         self.refused += 1
         return None
 

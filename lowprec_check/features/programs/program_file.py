@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from lowprec_check.core.session import Session
-from lowprec_check.engine.model.output_measures import parse_limits
+from lowprec_check.engine.model.output_measures import RELATIVE_ERROR, parse_limits
 from lowprec_check.engine.model.output_tensors import OutputForm
 from lowprec_check.engine.model.target_spec import LOAD_SECONDS, NOTICE, OnProgress, TargetSpec
 from lowprec_check.engine.model.user_module import use_sources
@@ -299,7 +299,8 @@ def _run_cast(
     from lowprec_check.features.programs.variables import VariableComparison
 
     from_outside = dict.fromkeys(assigned, Assignment("fp32")) if texts else assigned
-    asked = OutputForm(judge=options.judge, limits=parse_limits(options.limit))
+    judge = options.judge if options.judge == RELATIVE_ERROR else None  # others fit some of the models
+    asked = OutputForm(judge=judge, limits=parse_limits(options.limit))
     caster = ProgramCaster(from_outside, [*models], outputs, calls=calls[0], most=calls[1], asked=asked)
     ended, draws = VariableComparison(compare, outputs, saves=not assigned), Draws()
     waited_before = system.own_wait() or 0.0
