@@ -57,10 +57,12 @@ class Draws:
 
     def _drawn(self, function: Callable[..., Tensor], dtype: torch.dtype, args: Any, options: dict[str, Any]) -> Tensor:
         """New numbers of fp32, rounded."""
-        requires_grad = options.pop("requires_grad", False)
         device = options.get("device")
         if device is None:
             device = next((given.device for given in args if isinstance(given, Tensor)), torch.get_default_device())
+        if torch.device(device).type == "meta":  # it has no numbers
+            return function(*args, **{**options, "dtype": dtype})
+        requires_grad = options.pop("requires_grad", False)
         with _same_state(options.get("generator") or _default_generator(torch.device(device))):
             by_itself = function(*args, **{**options, "dtype": dtype})
         numbers = function(*args, **{**options, "dtype": torch.float32})
@@ -70,7 +72,7 @@ class Draws:
     def _in_place(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @functools.wraps(function)
         def draw(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
-            if tensor.dtype not in NARROW:
+            if tensor.dtype not in NARROW or tensor.is_meta:
                 return function(tensor, *args, **options)
             with _same_state(options.get("generator") or _default_generator(tensor.device)):
                 by_itself = function(tensor.detach().clone(), *args, **options)

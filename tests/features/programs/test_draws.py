@@ -81,3 +81,10 @@ def test_options_of_torch_are_kept() -> None:
         assert torch.randn(SIZE, dtype=torch.bfloat16, out=out) is out
     assert weights.requires_grad
     assert weights.is_leaf
+
+
+def test_tensors_without_numbers_are_drawn_as_they_are() -> None:
+    with Draws().as_in_fp32():
+        drawn = torch.randn(2, 3, dtype=torch.float16, device="meta")
+        assert torch.rand_like(drawn).is_meta
+        assert drawn.normal_().is_meta
