@@ -18,6 +18,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -321,6 +322,7 @@ def rendered(data: Mapping[str, Any]) -> str:
         *(f"  levels: {name}: {pair}" for name, pair in flips.items()),
     ]
     others = {name: each.get("rows", [each]) for name, each in parts.items() if name not in models}
+    lines.append(f"{sum('problem' in each for each in parts.values())} of {len(parts)} parts have a problem")
     lines += [f"{name}: {row}" for name, rows in others.items() for row in rows]
     return "\n".join(lines) + "\n"
 
@@ -331,17 +333,20 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--limit", type=float, default=240.0, help="seconds for each model")
+    parser.add_argument("--seconds", type=float, default=540.0, help="for all; what is not done then is left out")
     parser.add_argument("--only", default="", help="a pattern of names")
     parser.add_argument("--large", action="store_true", help="also a Llama of 1.1 B parameters")
     options = parser.parse_args()
-    work: dict[str, Callable[[str, str], Any]] = dict.fromkeys(MODELS, of_model)
-    work |= {f"{name}+sure": of_model for name, entry in MODELS.items() if entry["measure"] in CHOOSE}
+    work: dict[str, Callable[[str, str], Any]] = {"large": of_large} if options.large else {}
     work |= dict.fromkeys(DETECTORS, of_detector) | {"keep-mask": of_mask}
-    if options.large:
-        work |= {"large": of_large}
+    work |= {f"{name}+sure": of_model for name, entry in MODELS.items() if entry["measure"] in CHOOSE}
+    work |= dict.fromkeys(MODELS, of_model)
     items = [(do, name, options.device) for name, do in work.items() if re.search(options.only, name)]
+    with torchvision_works(), suppress(ImportError):  # once, for all processes
+        import_module("torchvision")
+        import_module("transformers")
     parts = {}
-    for (_, name, _), result, problem in in_processes(part, items, options.jobs, limit=options.limit):
+    for (_, name, _), result, problem in in_processes(part, items, options.jobs, options.seconds, options.limit):
         parts[name] = result or {"problem": problem}
         print(f"{name}: {problem or 'done'}", file=sys.stderr, flush=True)
     save(options.output, {"made": made(options.device), "parts": parts}, rendered)

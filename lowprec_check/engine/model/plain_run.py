@@ -331,7 +331,7 @@ def with_verdict(run: Run, status: Status, compared: OutputComparison, paths: Se
     """Return ``run`` with another verdict on its output, of which ``paths`` name the tensors."""
     path = None
     if compared.leaf is not None and len(paths) > 1:
-        path = paths[compared.leaf] or "output"
+        path = paths[compared.leaf] or "0"  # of an output and its loss
     rms = compared.rms
     if rms is not None and not math.isfinite(rms):  # JSON cannot hold it
         rms = None
@@ -355,7 +355,7 @@ def output_tensors(output: Any) -> OutputTensors:
     paths = [path for path, _ in named]
     if isinstance(output, WithLoss):
         output = output.output
-        paths = [path.removeprefix("output").removeprefix(".") for path in paths]
+        paths = ["loss" if path == "1" else path.removeprefix("0").removeprefix(".") for path in paths]
     form = OutputForm(type(output).__name__, tuple(paths))
     return OutputTensors((tensor for _, tensor in named), form)
 

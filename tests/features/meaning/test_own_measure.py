@@ -13,8 +13,8 @@ from torch.nn import functional
 from lowprec_check import scan
 from lowprec_check.engine.model.output_measures import parse_limits, structured
 from lowprec_check.engine.model.output_tensors import OutputForm, OutputTensors
-from lowprec_check.engine.model.plain_run import judge
-from lowprec_check.engine.model.target import loss_kind
+from lowprec_check.engine.model.plain_run import judge, output_tensors
+from lowprec_check.engine.model.target import WithLoss, loss_kind
 from lowprec_check.errors import UsageError
 from tests.conftest import SharedScan
 
@@ -76,6 +76,21 @@ def test_tensors_are_given_as_the_output_has_them() -> None:
     nested = structured({"0.boxes": a, "1.boxes": b})
     assert nested[1].boxes is b
     assert nested[0]["boxes"] is a
+
+
+def test_a_loss_beside_the_output_leaves_it_as_it_is() -> None:
+    values, loss = torch.ones(2, 3), torch.tensor(0.5)
+    assert output_tensors(WithLoss(values, loss)).form == OutputForm("Tensor", ("", "loss"))
+    outputs = output_tensors(WithLoss({"logits": values}, loss))
+    assert outputs.form == OutputForm("dict", ("logits", "loss"))
+    form = OutputForm(
+        judge="judge", function=lambda output, reference: {"kept": (float((output == reference).all()), 1)}
+    )
+    status, compared_ = judge(
+        output_tensors(WithLoss(values, loss)), output_tensors(WithLoss(values, loss)).as_asked(form), 0.01
+    )
+    assert status == "ok"
+    assert compared_.error.by_meaning is not None
 
 
 FILE = """
