@@ -193,8 +193,10 @@ class ModelTask:
 
     @property
     def hopeless_seconds(self) -> float:
-        """A longer call decides about the run: the hardware cannot make it faster."""
-        if self.fp32_ms is None or self.accelerated or not self.mode.is_forward:
+        """A longer call decides about the run: the hardware cannot make it faster. The memory of
+        longer steps of training is not measured.
+        """
+        if self.fp32_ms is None or self.accelerated:
             return math.inf
         first = self.fp32_setup + self.fp32_ms / 1e3
         return max(self.fp32_setup + HOPELESS_SECONDS, HOPELESS_RATIO * first)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import math
 import random
@@ -122,6 +123,9 @@ class Spread:
     def __init__(self, base: Trajectory, others: Sequence[Trajectory], samples: Samples, tolerance: float) -> None:
         self._base, self._others, self._samples, self._tolerance = base, others, samples, tolerance
         runs = [run.losses for run in (base, *others)]
+        # Each way of a run is judged by the same figures of fp32.
+        self._squares_of_fp32 = functools.cache(lambda step: self._squares(base, step))
+        self._moves_of_fp32 = functools.cache(lambda step: [self._moved(run, step) for run in (base, *others)])
         self._known = [
             min([loss - run[0] for run, loss in found], [loss - base.losses[0] for _, loss in found], key=_deviation)
             for found in (list(zip(runs, losses, strict=True)) for losses in zip(*runs, strict=False))
@@ -152,6 +156,7 @@ class Spread:
         """
         return [self._moved(run, step) for step in range(1, min(run.steps, self._base.steps) + 1)]
 
+    @functools.cached_property
     def distance_limits(self) -> list[float]:
         """The largest distance of another seed, after each step."""
         return [
@@ -183,7 +188,7 @@ class Spread:
         def of_moved(step: int) -> Interval:
             # Weights may move less, or further, than those of any fp32 run, within the tolerance,
             # but not stand still; noise only makes them move further.
-            fp32_moves = [self._moved(other, step) for other in (self._base, *self._others)]
+            fp32_moves = self._moves_of_fp32(step)
             low, high = Interval.of(fp32_moves, self._tolerance)
             low = max(low, STILL * min(fp32_moves))
             if noisy:
@@ -192,7 +197,7 @@ class Spread:
                 high = max(high, 1.0 + self._tolerance)
             return Interval(min(low, 1.0 - self._tolerance), high)
 
-        allowed = self.distance_limits()
+        allowed = self.distance_limits
 
         def of_distance(step: int) -> Interval:
             return Interval(-math.inf, max(BEYOND * allowed[step - 1], self._tolerance))
@@ -248,7 +253,7 @@ class Spread:
         """The parameter that moves least of those that move notably in fp32, and how far, relative
         to fp32, if it hardly moves while others do; else ``None``, and how far all weights moved.
         """
-        low, fp32 = (self._squares(each, step) for each in (run, self._base))
+        low, fp32 = self._squares(run, step), self._squares_of_fp32(step)
         total = _ratio(float(low.sum()) ** 0.5, float(fp32.sum()) ** 0.5, both_zero=1.0)
         # One that hardly moves in fp32 either says nothing.
         notable = fp32 > NOTABLE * fp32.sum()
@@ -269,7 +274,7 @@ class Spread:
 
     def stuck(self, run: Trajectory, names: Collection[str]) -> Divergence | None:
         """The parameter of ``names`` that stands still most, however small its part of all is."""
-        low, fp32 = (self._squares(each, run.steps) for each in (run, self._base))
+        low, fp32 = self._squares(run, run.steps), self._squares_of_fp32(run.steps)
         ratios = [
             (math.sqrt(a / b), name)
             for name, a, b in zip(self._samples.slices, low.tolist(), fp32.tolist(), strict=True)
@@ -346,7 +351,7 @@ class OtherSeeds:
         """Give the model the initial weights of run ``number`` (from 1), and return its batches."""
         generator = torch.Generator().manual_seed(self._seed + number)
         # A script runs again only if its modules cannot initialize their weights.
-        is_new = self._target.observed is not None and _reset(self._model, self._seed + number)
+        is_new = self._target.observed is not None and _reset(self._model, self._seed + STRIDE * number)
         words = "initial weights"
         if not is_new:
             made = self._made_again(number)

@@ -71,6 +71,7 @@ class TrainingPart(TrainingSteps):
     ) -> None:
         super().__init__(task, target, ready, report, batches, steps)
         self._reference = reference
+        self._spread = Spread(reference.base, reference.others, reference.samples, task.tolerance or 0.0)
         self._underflow: dict[str, float] = {}
         """Per way, the share of the gradients' elements that underflow in the first step."""
         self._training = TrainingRun(ways=[])
@@ -189,8 +190,7 @@ class TrainingPart(TrainingSteps):
             self._seconds += sum(trajectory.seconds)
         for fault in loop.faults:
             self.report.send(PartFailed(fault))
-        reference = self._reference
-        spread = Spread(reference.base, reference.others, reference.samples, self.task.tolerance or 0.0)
+        spread = self._spread
         status: Status = "ok"
         divergence, failed = None, None
         finite = [math.isfinite(loss) for loss in trajectory.losses]

@@ -334,7 +334,8 @@ class TrainingSteps:
 
     def measure(self, *, memory: bool) -> None:
         """Send the time of the fastest step, and with ``memory`` the peak of one."""
-        self._measures_memory = memory and not self.too_slow
+        is_hopeless = self.report.so_far.first_seconds > self.task.hopeless_seconds
+        self._measures_memory = memory and not (self.too_slow or is_hopeless)
         if not self.report.so_far.failed:
             self.report.add(latency_ms=self.report.so_far.seconds * 1e3)
             peak = self._peak(self._ways[0])
@@ -524,7 +525,7 @@ class ReferenceTraining(TrainingSteps):
             loss_high=high,
             limit_low=limits[0],
             limit_high=limits[1],
-            distances=spread.distance_limits(),
+            distances=spread.distance_limits,
         )
         way = TrainingWay(name=PLAIN.name, status="ok", losses=list(base.losses), state_bytes=state)
         run = TrainingRun(ways=[way])
