@@ -71,6 +71,9 @@ class Feature:
     keeps: ClassVar[Sequence[str]] = ()
     """Names of what it keeps of the fp32 run for later workers, by :meth:`TaskFiles.keep`."""
 
+    def before_loading(self) -> None:
+        """In the process of a scan, which has imported torch, before it loads the user's file."""
+
     def mode(self, source: TargetSource, options: ScanOptions, machine: Machine) -> Mode | None:
         """The mode of a scan, if this feature has one that is asked for."""
         return None

@@ -235,7 +235,10 @@ def _work(session: Session[Any], log: int, grow: Grow[Any], send_bytes: SendByte
     def load_and_grow() -> None:
         from lowprec_check.torchkit.place_log import note_model
 
-        importlib.import_module("lowprec_check.core.scan")  # and all that it imports
+        scans = importlib.import_module("lowprec_check.core.scan")  # and all that it imports
+        if isinstance(session.options, ScanOptions):
+            for feature in scans.features():
+                feature.before_loading()
         note_model(log, _packages_named_by(session.spec.name))
         with _logged_ends(log):
             send(_Progressed(session.spec.name, "loading"))

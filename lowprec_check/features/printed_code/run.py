@@ -32,6 +32,7 @@ from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.scanned_model import STREAMED
 from lowprec_check.torchkit.devices import seed_everything
+from lowprec_check.torchkit.isolation import best_isolation
 
 
 class CodeRequest(NamedTuple):
@@ -122,7 +123,7 @@ def _run(code: str, names: dict[str, Any], seed: int) -> dict[str, Any]:
 LEAST_SECONDS, PART_OF_SCAN = 10.0, 0.25
 """The code may take so much of the time of the scan, or so many seconds."""
 METHOD: Method = "spawn"
-"""How the process of the code starts where runs are forks: as new. Most tests fork it."""
+"""How the process of the code starts where this one has loaded the file: as new. Tests fork it."""
 
 
 class PrintedCodeFeature(Feature):
@@ -134,21 +135,30 @@ class PrintedCodeFeature(Feature):
         self._worker: FunctionWorker[CodeTrial] | None = None
         self._started = 0.0
 
-    def after_reference(self, batches: Sequence[TargetRuns], fp32: Run) -> None:
-        """Start an interpreter, which imports torch while the scan goes on."""
+    def before_loading(self) -> None:
+        """Copy this process, which has imported torch and nothing of the user's, if it can fork."""
         self._end()
+        if best_isolation(can_spawn=False) == "fork":
+            self._start("fork")
+
+    def after_reference(self, batches: Sequence[TargetRuns], fp32: Run) -> None:
+        """Start a process for the code, if it needs another one."""
         runs = batches[0]
-        is_here = runs.mode.evidence == "measured" and runs.isolation != "none" and STREAMED not in runs.target.notes
         source = runs.launcher.source
-        if is_here and source.reload is not None and runs.target.observed is None and fp32.status == "ok":
-            decode = partial(msgspec.msgpack.decode, type=CodeTrial)
-            self._started = system.monotonic()
-            method: Method = METHOD if runs.isolation == "fork" else "spawn"
-            script = None
+        is_here = runs.mode.evidence == "measured" and runs.isolation != "none" and STREAMED not in runs.target.notes
+        if not (is_here and source.reload is not None and runs.target.observed is None and fp32.status == "ok"):
+            self._end()
+        elif runs.target.of_script and runs.launcher.forks:
             # A copy of this process has what a script has made, which runs once.
-            if runs.target.of_script and runs.launcher.forks:
-                method, script = "fork", source.forked
-            self._worker = FunctionWorker(partial(wait_and_execute, script), decode, method=method)
+            self._end()
+            self._start("fork", source.forked)
+        elif self._worker is None:
+            self._start(METHOD if runs.isolation == "fork" else "spawn")
+
+    def _start(self, method: Method, script: Load | None = None) -> None:
+        decode = partial(msgspec.msgpack.decode, type=CodeTrial)
+        self._started = system.monotonic()
+        self._worker = FunctionWorker(partial(wait_and_execute, script), decode, method=method)
 
     def after_runs(self, batches: Sequence[TargetRuns], result: ScanResult, options: ScanOptions) -> ScanResult | None:
         """Execute the code in it."""

@@ -89,6 +89,24 @@ def test_code_that_fails_or_does_otherwise_is_told(tmp_path: Path, monkeypatch: 
     assert executed(request._replace(code=f"{code}\noutput = output / 0")).status == "differs"
 
 
+def test_a_process_that_was_copied_before_the_file_was_loaded_executes_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "copied_net.py").write_text(MODULE)
+    feature = printed_code.PrintedCodeFeature()
+    feature.before_loading()
+    request, _ = code_of(str(tmp_path / "copied_net.py"), "half")
+    check = "import sys\nassert 'copied_net' not in sys.modules\n"
+    worker = feature._worker
+    assert worker is not None
+    try:
+        trial = printed_code._answer(worker, request._replace(in_fp32=f"{check}{request.in_fp32}"), 60)
+    finally:
+        worker.end()
+    assert (trial.status, trial.reason) == ("ran", "")
+
+
 @pytest.mark.slow
 def test_a_scan_executes_its_code(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(printed_code, "METHOD", "spawn")
