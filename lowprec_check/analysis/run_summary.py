@@ -206,14 +206,10 @@ def fails_elsewhere(run: Run) -> InputsTried | None:
     return None
 
 
-TIME_IS_OVER = "minutes of this scan are over"
-"""In the reason of a run that was skipped because those before it took too long."""
-
-
 def lacked_time(run: Run) -> bool:
     """Whether a limit of time ended or skipped it: it might pass with more."""
     if run.status == "skipped":
-        return TIME_IS_OVER in (run.reason or "")
+        return run.time_was_over
     further = fails_elsewhere(run)
     if further is not None:
         return set(further.statuses) - {"ok"} == {"timeout"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from lowprec_check.analysis.run_summary import TIME_IS_OVER
 from lowprec_check.process import system
 from lowprec_check.schema.statements import counted
 
@@ -37,7 +36,7 @@ class LongCalls:
         self._left -= 1
         if system.monotonic() < self._end:
             return None
-        return f"the {self._most / 60:.0f} {TIME_IS_OVER}: a call takes {self._call:.0f} s"
+        return f"the {self._most / 60:.0f} minutes of this scan are over: a call takes {self._call:.0f} s"
 
     @property
     def plain_seconds(self) -> float:

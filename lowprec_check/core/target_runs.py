@@ -290,7 +290,8 @@ class TargetRuns:
         )
         reason = self._why_skipped(task.key) or why_ended
         if reason is not None:
-            return skipped(task.key, reason, task.evidence)
+            run = skipped(task.key, reason, task.evidence)
+            return msgspec.structs.replace(run, time_was_over=reason == why_ended)
         # The eager run of the same precision and memory format explains one on another backend.
         eager = None
         if backend != EAGER and (not kept or keeps_layers(backend)):
@@ -326,7 +327,7 @@ class TargetRuns:
             return run
         if self.long_calls is not None and self.long_calls.begin_run() is not None:
             return run
-        task = dataclasses.replace(self.task_to_time(run), explains_all=True)
+        task = dataclasses.replace(self.task_of(run), explains_all=True)
         outcome = self.launcher.do(dataclasses.replace(task, so_far=RunSoFar(run=run, is_judged=True)))
         if outcome.so_far is None or not outcome.is_explained:
             return run
@@ -355,8 +356,8 @@ class TargetRuns:
         """Whether times are asked for, and can be compared."""
         return self._template.timed and self.mode.has_times
 
-    def task_to_time(self, run: Run) -> RunTask:
-        """The task whose calls are timed for ``run``."""
+    def task_of(self, run: Run) -> RunTask:
+        """The task that makes ``run`` again, to be timed or explained."""
         return self._usual_task(
             run.key._replace(precision=run.base or run.precision),
             keep_fp32=tuple(run.keep_fp32),

@@ -267,6 +267,8 @@ class Run(Struct, frozen=True, kw_only=True):
     """Whether one call, twice as slow as fp32's in a format without acceleration, sufficed."""
     one_call_ratio: float | None = None
     """How many times as long as fp32 this call took; ``None`` in older files: over 20."""
+    time_was_over: bool = False
+    """Whether it was skipped because the runs before it took the time of the scan."""
     random: bool = False
     """Whether the model drew random numbers."""
     output_is_zero: bool = False

@@ -233,7 +233,10 @@ NOT_MADE = ("skipped", "the 8 minutes of this scan are over: a call takes 30 s")
     ],
 )
 def test_a_limit_of_time_that_was_reached_is_said_in_the_verdict(ends: list[tuple[str, str | None]], says: str) -> None:
-    runs = [run(name, status, 0.5, reason=why) for name, (status, why) in zip(NAMES, ends, strict=False)]
+    runs = [
+        run(name, status, 0.5, reason=why, time_was_over=status == "skipped")
+        for name, (status, why) in zip(NAMES, ends, strict=False)
+    ]
     assert verdict(concluded(untimed(runs))) == says
 
 

@@ -7,11 +7,12 @@ from typing import Any, cast
 
 import pytest
 import torch
-from helpers import begun
+from helpers import begun, runs_here
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from lowprec_check.analysis.run_summary import lacked_time
 from lowprec_check.core import launcher as launchers
 from lowprec_check.core.launcher import FORK_WAITED, Launcher
 from lowprec_check.core.long_calls import LEAST_CALLS, MOST_SECONDS, LongCalls
@@ -45,6 +46,15 @@ def test_a_scan_ends_when_it_says_however_slow_its_runs_are(call: float, runs: i
             plain, explained = long_calls.plain_seconds, long_calls.explain_seconds
             now[0] += min(plain, call * factor) + min(explained, 2 * call * factor)
         assert now[0] <= limit + LEAST_CALLS * call
+
+
+def test_a_run_that_is_skipped_for_want_of_time_says_so_in_a_field() -> None:
+    with runs_here(torch.nn.Linear(2, 2), torch.ones(1, 2)) as runs:
+        runs.reference()
+        runs.long_calls = LongCalls(-1e9, 60.0, 1)
+        run = runs.run("half")
+    assert (run.status, run.time_was_over) == ("skipped", True)
+    assert lacked_time(run)
 
 
 def test_calls_that_are_not_long_are_repeated() -> None:
