@@ -113,7 +113,8 @@ def _unplaced_forms(program: ProgramScan, assigned: Assignments) -> Iterator[lis
     elif len(precisions) == 1 and is_plain and kinds == {"autocast"}:
         lines = {model.place.line for model in program.models if model.place is not None}
         if len(lines) == 1 and len(places) == len({model.key for model in program.models}):
-            text = f"with {_autocast(models[0], precisions.pop())}:\n"
+            dtype = PRECISIONS.get(precisions.pop()).format.dtype
+            text = f'with torch.autocast("{_device(models[0])}", dtype={dtype}):\n'
             yield [PastedCode(lines.pop(), f"import torch\n\n{text}", is_around=True)]
     yield _at_borders(models, assigned)
     others = [model for model in program.models if model not in models]
@@ -180,10 +181,6 @@ def _pasted(line_of: Mapping[str, str], lines: Sequence[str]) -> list[PastedCode
         at = line_of.get(line, at)
         by_place.setdefault(at, []).append(line)
     return [PastedCode(at, "\n".join(["import torch", "", *each])) for at, each in by_place.items()]
-
-
-def _autocast(model: ScannedModel, precision: str) -> str:
-    return f'torch.autocast("{_device(model)}", dtype={PRECISIONS.get(precision).format.dtype})'
 
 
 def _device(model: ScannedModel) -> str:
@@ -288,7 +285,13 @@ def _placed(program: ProgramScan, code: PastedCode) -> PastedCode | None:
     is_whole = statement.lineno <= _line_number(code) <= (statement.end_lineno or 0)
     if code.is_instead and statement.lineno != _line_number(code):
         return None
-    if code.is_around and (not is_whole or any(_spans_lines(node) for node in ast.walk(statement))):
+    if code.is_around and (
+        not is_whole
+        or any(
+            isinstance(node, (ast.Constant, ast.JoinedStr)) and node.lineno != node.end_lineno
+            for node in ast.walk(statement)
+        )
+    ):
         return None
     return msgspec.structs.replace(code, line=f"{code.line.rpartition(':')[0]}:{statement.lineno}", text=text)
 
@@ -342,13 +345,6 @@ def _statement(lines: Sequence[str], code: PastedCode) -> ast.stmt | None:
 def _names(tree: ast.AST, context: type[ast.expr_context] = ast.expr_context) -> set[str]:
     """The variables in code; those that it sets, with ``ast.Store``."""
     return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, context)}
-
-
-def _spans_lines(node: ast.AST) -> bool:
-    """Whether a string goes over several lines: its own lines must not be indented."""
-    if not isinstance(node, (ast.Constant, ast.JoinedStr)):
-        return False
-    return node.lineno != node.end_lineno
 
 
 def _has_line(node: ast.AST, line: int) -> bool:
