@@ -73,7 +73,8 @@ def recommend(
     ``environment`` is that of the scan, with the torch of the runs. The reason is left empty:
     :func:`lowprec_check.analysis.statements.advice.basis` says it of the whole result.
     """
-    tried = candidates(runs)
+    # what was emulated has no kernels here
+    tried = [run for run in candidates(runs) if run.without_kernels is None]
     if any(run.is_low for run in tried):
         tried = [run for run in tried if run.is_low or speed(run, runs).told == "faster"]
     passed = [run for run in tried if passes_all(run, runs)] or [run for run in tried if is_unjudged(run, runs)]

@@ -59,6 +59,8 @@ def plan_starts(runs: Sequence[Run], *, wanted: bool | None) -> list[Run]:
     """
     # a plan starts from whole models in low precision
     tried = [run for run in runs if run.is_low and run.base is None and run.status != "skipped"]
+    if not wanted:  # what was emulated cannot be used here
+        tried = [run for run in tried if run.without_kernels is None]
     if wanted is False or (wanted is None and any(passes_all(run, runs) or is_unjudged(run, runs) for run in tried)):
         return []
     bases = [precision.name for precision in plan_bases()]

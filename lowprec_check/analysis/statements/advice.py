@@ -175,6 +175,8 @@ def _memory(ratio: float, result: ScanResult) -> Sentence:
 
 def _no_pass(result: ScanResult) -> Sentence:
     tried = [run for run in candidates(result.runs) if run.base is None and run.status != "skipped"]
+    # what was emulated is never recommended, whether it passes or not
+    tried = [run for run in tried if run.without_kernels is None]
     tried = [run for run in tried if run.is_low] or tried
     late = [label(run) for run in tried if lacked_time(run)]
     stay = "Stay in fp32 or raise --budget: " if late else "Stay in fp32: "

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_check import UsageError, scan
+from lowprec_check.analysis.conclusion import conclude
 from lowprec_check.analysis.snippet import snippet
 from lowprec_check.engine.model.model_info import describe_target
 from lowprec_check.engine.model.target import make_target
@@ -20,10 +21,12 @@ from lowprec_check.features.quantize import libraries
 from lowprec_check.features.quantize.formats import FORMATS, Format
 from lowprec_check.features.quantize.quantized import OutlierCounter
 from lowprec_check.features.quantize.quantized_linear import weight_bytes
+from lowprec_check.report.registry import render
 from lowprec_check.schema.axes import BACKENDS, Example
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import RunKey
-from lowprec_check.schema.scan_result import Run
+from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.verdict import ErrorStats
 
 pytestmark = pytest.mark.skipif(not libraries.torchao_fits(), reason="needs a torchao that fits this torch")
 DTYPES = {"fp32": torch.float32, "bfloat16": torch.bfloat16}
@@ -324,3 +327,19 @@ def test_a_scan_has_emulated_rows_beside_others() -> None:
     assert (fp8.unquantized_error or 0.0) > 3 * eager.rel_l2
     texts = [sentence.text for said in result.statements for sentence in [said] if "from bfloat16" in said.text]
     assert any(text.startswith("bfloat16 ") and ", fp8-dynamic " in text for text in texts)
+
+
+def test_an_emulated_row_is_not_recommended_even_if_no_other_passes() -> None:
+    """It has no kernels here; nor is it said not to pass."""
+    error = ErrorStats(rel_l2=0.07, max_abs=0.1, cosine=None, sqnr_db=None)
+    fp32, low = Run(precision="fp32", device="cpu", status="ok"), {"precision": "bfloat16", "device": "cpu"}
+    eager = Run(status="inaccurate", tolerance=0.05, output_error=error, **low)
+    fp8 = Run(
+        backend="fp8-dynamic", status="ok", tolerance=0.1, output_error=error, without_kernels="no kernels", **low
+    )
+    about = info(Mlp().eval(), rows())
+    result = conclude(ScanResult(tool="", target="t", model=about, environment={}, runs=[fp32, eager, fp8]))
+    assert result.recommendation is None
+    screen = render(result, "text")
+    assert "Stay in fp32: bfloat16 did not pass here" in screen
+    assert "bfloat16 · fp8-dynamic · emulated" in screen
