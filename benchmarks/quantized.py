@@ -15,7 +15,6 @@ import io
 import os
 import statistics
 import time
-import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -23,12 +22,13 @@ from unittest import mock
 
 from shared import head, in_processes, made, parser_of, save
 
-NEAR, NEAR_LAYER = 0.05, 0.10
-"""The largest relative difference of bytes and of times; and of errors of layers, emulated and by kernels."""
+NEAR, NEAR_LAYER = (
+    0.05,
+    0.10,
+)  # relative differences: of bytes and of times; of errors of layers, emulated and by kernels
 PLANTED = ("int8-weight-only", "int8-dynamic", "int4-weight-only")
 CHECKS = ("bits", "code", "error", "weights", "speed")
-FP8 = "Float8DynamicActivationFloat8WeightConfig"
-MX = "MXDynamicActivationMXWeightConfig"
+FP8, MX = "Float8DynamicActivationFloat8WeightConfig", "MXDynamicActivationMXWeightConfig"
 FP4 = "activation_dtype=torch.float4_e2m1fn_x2, weight_dtype=torch.float4_e2m1fn_x2"
 FORMATS = {
     "int8-weight-only": ("torchao.quantization.Int8WeightOnlyConfig()", 1, 1),
@@ -97,9 +97,8 @@ def quantize_plainly(model: Any, form: str) -> None:
 
     code, of_inputs, of_outputs = FORMATS[form]
     on_gpu = next(model.parameters()).is_cuda
-    preference = KernelPreference.EMULATED
-    if on_gpu and torch.cuda.get_device_capability() >= (10, 0):
-        preference = KernelPreference.AUTO
+    has_mx = on_gpu and torch.cuda.get_device_capability() >= (10, 0)
+    preference = KernelPreference.AUTO if has_mx else KernelPreference.EMULATED
     config = eval(code, {"torch": torch, "torchao": torchao, "preference": preference})
     if form == "int4-weight-only" and not on_gpu:
         config = PrototypeInt4WeightOnlyConfig()
@@ -167,7 +166,6 @@ def compare(item: tuple[str, str, Any]) -> dict[str, Any]:
     """What differs between a row, its code, and plain torchao."""
     name, form, given = item
     device, timed = given.device, not given.no_times
-    warnings.simplefilter("ignore")
     import torch._dynamo  # reads the environment
     from torch.utils._pytree import tree_map_only
 
@@ -208,8 +206,7 @@ def compare(item: tuple[str, str, Any]) -> dict[str, Any]:
             quantize_plainly(plain, form)
             seen["bits"] = all(map(torch.equal, found, output_of(plain, ready)))
         if has_plain and row.weight_bytes is not None:
-            file = io.BytesIO()
-            torch.save(plain.state_dict(), file)
+            torch.save(plain.state_dict(), file := io.BytesIO())
             seen["weights"] = abs(row.weight_bytes / file.tell() - 1) <= NEAR
         if form.startswith("fp8-dynamic") and not seen["emulated"]:
             seen["layers"] = emulated_layers(backend, prepared, low, example)
@@ -223,7 +220,6 @@ def compare(item: tuple[str, str, Any]) -> dict[str, Any]:
 def plan(item: tuple[int, str, Any]) -> dict[str, Any]:
     """Whether the plan keeps the layer with the planted channel, alone, and its code gives the row."""
     seed, form, given = item
-    warnings.simplefilter("ignore")
     import torch
     from torch import nn
 
@@ -291,8 +287,8 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--only", default=",".join(MODELS), help="models")
-    parser.add_argument("--formats", default=",".join(FORMATS))
+    for name, names in (("--only", MODELS), ("--formats", FORMATS)):
+        parser.add_argument(name, default=",".join(names))
     parser.add_argument("--planted", type=int, default=30, metavar="N")
     parser.add_argument("--no-times", action="store_true", help="compile nothing, and compare no speed")
     parser.add_argument("--jobs", type=int, default=1)
