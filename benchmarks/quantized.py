@@ -22,10 +22,8 @@ from unittest import mock
 
 from shared import head, in_processes, made, parser_of, save
 
-NEAR, NEAR_LAYER = (
-    0.05,
-    0.10,
-)  # relative differences: of bytes and of times; of errors of layers, emulated and by kernels
+NEAR = 0.05  # the largest relative difference of bytes and of times
+NEAR_LAYER = 0.10  # that of errors of layers, emulated and by kernels
 PLANTED = ("int8-weight-only", "int8-dynamic", "int4-weight-only")
 CHECKS = ("bits", "code", "error", "weights", "speed")
 FP8, MX = "Float8DynamicActivationFloat8WeightConfig", "MXDynamicActivationMXWeightConfig"
@@ -45,7 +43,6 @@ FORMATS = {
 
 DECODERS = ("llama", "qwen2", "qwen3", "mistral", "gemma", "phi", "opt", "gpt_neox")
 ENCODERS, IMAGES = ("bert", "roberta", "electra", "distilbert", "deberta-v2"), ("vit", "deit", "dinov2")
-"""Types of models of transformers."""
 MODELS = (*DECODERS, *ENCODERS, *IMAGES, "whisper", "resnet50", "swin_t", "unet")
 
 
@@ -76,14 +73,11 @@ def model_and_inputs(name: str, width: int, layers: int) -> Any:
     sizes |= dict.fromkeys(("num_hidden_layers", "encoder_layers", "decoder_layers", "n_layers"), layers)
     sizes |= {"vocab_size": 512, "num_key_value_heads": 4, "use_cache": False, "decoder_start_token_id": 1}
     sizes |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "mlp_ratio": 2, "max_source_positions": 200}
-    config = transformers.AutoConfig.for_model(name, **sizes)
-    model, ids = transformers.AutoModel.from_config(config).eval(), torch.randint(3, 512, (2, 64))
+    model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(name, **sizes)).eval()
+    inputs: dict[str, Any] = {"input_ids": torch.randint(3, 512, (2, 64))}
     if name == "whisper":
-        sound = torch.randn(1, config.num_mel_bins, 2 * config.max_source_positions)
-        return model, {"input_features": sound, "decoder_input_ids": ids[:1, :16]}
-    if name in IMAGES:
-        return model, {"pixel_values": images}
-    return model, {"input_ids": ids}
+        inputs = {"input_features": torch.randn(1, 80, 400), "decoder_input_ids": torch.randint(3, 512, (1, 16))}
+    return model, {"pixel_values": images} if name in IMAGES else inputs
 
 
 def quantize_plainly(model: Any, form: str) -> None:
@@ -177,11 +171,10 @@ def compare(item: tuple[str, str, Any]) -> dict[str, Any]:
 
     model, inputs = model_and_inputs(name, given.width, given.layers)
     options = {"device": device, "further_inputs": 0, "plan": False, "times": "on" if timed else "off"}
-    options["isolation"] = "spawn" if device == "cuda" else None
+    options |= {"isolation": "spawn" if device == "cuda" else None, "backends": ["eager", form]}
     with contextlib.nullcontext() if timed else uncompiled():
-        result = scan(copy.deepcopy(model), inputs, precisions="bf16", backends=["eager", form], **options)
-    row = result.runs[-1]
-    if row.rel_l2 is None:
+        result = scan(copy.deepcopy(model), inputs, precisions="bf16", **options)
+    if (row := result.runs[-1]).rel_l2 is None:
         return {"reason": f"{row.status}: {(row.exception and row.exception.text) or row.reason}"[:200]}
     seen: dict[str, Any] = {"emulated": row.without_kernels is not None}
     low, backend = copy.deepcopy(model).to(device).bfloat16(), BACKENDS.get(form)
@@ -200,7 +193,6 @@ def compare(item: tuple[str, str, Any]) -> dict[str, Any]:
         seen["code"] = all(map(torch.equal, tensors(values["output"]), found))
         errors = [float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]
         seen["error"] = timed or abs(max(errors) - row.rel_l2) <= 0.02 * row.rel_l2
-        # torchao has no fp8 and nvfp4 products without kernels
         has_plain = not (seen["emulated"] and form in ("fp8-dynamic", "fp8-dynamic-tensor")) and form != "nvfp4"
         if has_plain:
             quantize_plainly(plain, form)
@@ -233,16 +225,14 @@ def plan(item: tuple[int, str, Any]) -> dict[str, Any]:
         return nn.Sequential(OrderedDict(norm=nn.LayerNorm(size), up=up, act=nn.GELU(), down=down))
 
     model, x = nn.Sequential(*(block() for _ in range(blocks)), nn.Linear(size, 64)).eval(), torch.randn(32, size)
-    clean = copy.deepcopy(model).to(given.device).bfloat16()
-    quantize_plainly(clean, form)
+    quantize_plainly(clean := copy.deepcopy(model).to(given.device).bfloat16(), form)
     with torch.no_grad():
-        expected = model(x)
-        [found] = output_of(clean, x.to(given.device).bfloat16())
+        expected, [found] = model(x), output_of(clean, x.to(given.device).bfloat16())
         error = float((found - expected).norm() / expected.norm())
         model[seed % blocks].norm.weight[seed % size] /= times
         model[seed % blocks].up.weight[:, seed % size] *= times
     options: dict[str, Any] = {"times": "off", "further_inputs": 0, "device": given.device, "plan": True}
-    options["isolation"] = "spawn" if given.device == "cuda" else None
+    options |= {"isolation": "spawn" if given.device == "cuda" else None}
     with uncompiled():
         result = scan(model, x, precisions="bf16", backends=["eager", form], tolerance=1.3 * error, **options)
         row, values = result.runs[-1], {"model": copy.deepcopy(model), "inputs": x}
@@ -250,8 +240,8 @@ def plan(item: tuple[int, str, Any]) -> dict[str, Any]:
             return {"reason": "; ".join(attempt.outcome for attempt in result.attempts) or f"it is {row.status}"}
         exec(result.plan.code, values)
     again = float((tensors(values["output"])[0] - expected).norm() / expected.norm())
-    planted = row.keep_fp32 == [f"{seed % blocks}.up"]
-    return {"plan": planted, "plan code": abs(again - (row.rel_l2 or 0.0)) <= NEAR_LAYER * again, "kept": row.keep_fp32}
+    is_near = abs(again - (row.rel_l2 or 0.0)) <= NEAR_LAYER * again
+    return {"plan": row.keep_fp32 == [f"{seed % blocks}.up"], "plan code": is_near, "kept": row.keep_fp32}
 
 
 def rendered(data: dict[str, Any]) -> str:
@@ -285,13 +275,11 @@ def main() -> None:
     """Compare, and save the report."""
     parser = parser_of(__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=2)
+    for name, number in (("--width", 256), ("--layers", 2), ("--planted", 30), ("--jobs", 1)):
+        parser.add_argument(name, type=int, default=number)
     for name, names in (("--only", MODELS), ("--formats", FORMATS)):
         parser.add_argument(name, default=",".join(names))
-    parser.add_argument("--planted", type=int, default=30, metavar="N")
     parser.add_argument("--no-times", action="store_true", help="compile nothing, and compare no speed")
-    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for each model in a format")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="seconds for all")
     given = parser.parse_args()
