@@ -65,7 +65,7 @@ REMOVED: dict[str, str] = {
 }
 """Pattern of a key's path that only OLD has: the reason."""
 
-ADDED: dict[str, tuple[Any, str]] = {}
+ADDED: dict[str, tuple[Any, str]] = {"runs.*.time_was_over": (False, "it was read from the reason")}
 """Pattern of a key's path that only NEW has: its value (``...``: any), and the reason."""
 
 MISSING = "(missing)"
