@@ -22,8 +22,7 @@ from unittest import mock
 
 from shared import head, in_processes, made, parser_of, save
 
-NEAR = 0.05  # the largest relative difference of bytes and of times
-NEAR_LAYER = 0.10  # that of errors of layers, emulated and by kernels
+NEAR, NEAR_LAYER = 0.05, 0.10  # the largest relative differences of bytes and times, and of errors of layers
 PLANTED = ("int8-weight-only", "int8-dynamic", "int4-weight-only")
 CHECKS = ("bits", "code", "error", "weights", "speed")
 FP8, MX = "Float8DynamicActivationFloat8WeightConfig", "MXDynamicActivationMXWeightConfig"
