@@ -136,7 +136,6 @@ nothing = toy:NOTHING
 int6 = toy:INT6
 shout = toy:FORMAT
 tpu = toy:DEVICE
-int4 = toy:INT4
 toy-way = toy:WAY
 """
 

@@ -19,7 +19,7 @@ from lowprec_check.engine.model.plain_run import judge
 from lowprec_check.engine.model.prepared import Application, application_of
 from lowprec_check.engine.model.user_code import parameters_of
 from lowprec_check.features.programs.assignments import Assignment, Assignments
-from lowprec_check.features.programs.program_scan import OTHER_INTEGERS, CallError, Choice
+from lowprec_check.features.programs.program_scan import OTHER_INTEGERS, CallError, OtherChoice
 from lowprec_check.features.programs.watching import CallWatcher
 from lowprec_check.process import system
 from lowprec_check.schema.precisions import PRECISIONS
@@ -187,7 +187,7 @@ class ProgramCaster(CallWatcher):
         return CallError(key, number, error, compared.nonfinite, note, method, *told, choice=choice)
 
 
-def _other_choice(output: OutputTensors, output_of_fp32: Sequence[Tensor]) -> Choice | None:
+def _other_choice(output: OutputTensors, output_of_fp32: Sequence[Tensor]) -> OtherChoice | None:
     """What logits choose, if that is not what fp32 chooses."""
     pairs = zip(output.form.paths, output, output_of_fp32, strict=False)
     low, fp32 = next(((low, fp32) for path, low, fp32 in pairs if path in ("logits", "")), (torch.empty(0),) * 2)
@@ -198,7 +198,7 @@ def _other_choice(output: OutputTensors, output_of_fp32: Sequence[Tensor]) -> Ch
     for row, (chosen, best) in enumerate(zip(low.argmax(-1).tolist(), fp32.argmax(-1).tolist(), strict=True)):
         apart = float((fp32[row, best] - fp32[row, chosen]) / fp32[row, best].abs())
         if chosen != best and math.isfinite(apart):
-            return Choice(chosen, best, apart, fp32.shape[-1])
+            return OtherChoice(chosen, best, apart, fp32.shape[-1])
     return None
 
 

@@ -54,7 +54,7 @@ class ScannedModel(Struct, frozen=True):
     """Where it is called first."""
 
 
-class Choice(Struct, frozen=True):
+class OtherChoice(Struct, frozen=True):
     """The largest of some logits, which is not that of fp32."""
 
     chosen: int
@@ -88,7 +88,7 @@ class CallError(Struct, frozen=True):
     """The same in short: ``tokens 97 %``."""
     seconds: float = 0.0
     """Of the call, with the casts of its inputs and outputs."""
-    choice: Choice | None = None
+    choice: OtherChoice | None = None
     """Of the first sequence in the batch in which it differs, at the last position."""
 
     def exceeds(self, tolerance: float) -> bool:

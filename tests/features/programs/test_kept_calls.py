@@ -27,7 +27,7 @@ from lowprec_check.features.programs.program_scan import (
     OTHER_INTEGERS,
     RECOMMENDED,
     CallError,
-    Choice,
+    OtherChoice,
     ProgramRun,
     ProgramScan,
     ScannedModel,
@@ -272,7 +272,7 @@ def test_an_output_is_judged_by_what_it_means(tmp_path: Path) -> None:
     assert by_meaning.exceeds(5e-2)
     assert by_distance.error == pytest.approx(13**0.5 / (13 + 62e4) ** 0.5, rel=1e-3)
     assert not by_distance.exceeds(5e-2)
-    assert by_distance.choice == Choice(chosen=0, of_fp32=1, apart=pytest.approx(1 / 3), among=64)
+    assert by_distance.choice == OtherChoice(chosen=0, of_fp32=1, apart=pytest.approx(1 / 3), among=64)
     in_fp32 = run_in("fp32")
     assert not in_fp32.exceeds(0.0)
     assert in_fp32.choice is None
