@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import pickle
 import re
@@ -11,6 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
+import torch
 from torch import Tensor
 
 from lowprec_check.analysis.conclusion import conclude
@@ -31,7 +34,7 @@ from lowprec_check.schema.measures import CodeTrial
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.scanned_model import STREAMED
-from lowprec_check.torchkit.devices import seed_everything
+from lowprec_check.torchkit.devices import free_memory, seed_everything
 from lowprec_check.torchkit.isolation import best_isolation
 
 
@@ -52,21 +55,40 @@ class CodeRequest(NamedTuple):
     """Loads the script that the code belongs into; ``None`` if it stands alone."""
 
 
+class ImportedFile(NamedTuple):
+    """The user's file that the code imports; it is imported while the scan goes on."""
+
+    module: str
+    folder: str
+    seed: int
+
+
 def wait_and_execute(script: Load | None, channel: Channel) -> None:
-    """Answer the one :class:`CodeRequest` that comes with a :class:`CodeTrial`; ``script`` is what
-    has loaded the script that the code belongs into, if this process has it.
+    """Import an :class:`ImportedFile`; answer a :class:`CodeRequest` with a :class:`CodeTrial`.
+
+    ``script`` is what has loaded the script that the code belongs into, if this process has it.
     """
-    data = channel.receive()
-    if data is None:
-        return
-    request: CodeRequest = pickle.loads(data)
-    if script is not None and request.load is not None:
-        request = request._replace(load=script)
     # What the code prints is not for the terminal.
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
-    channel(msgspec.msgpack.encode(executed(request)))
+    while (data := channel.receive()) is not None:
+        request: CodeRequest | ImportedFile = pickle.loads(data)
+        if isinstance(request, ImportedFile):
+            _import(request)
+            continue
+        if script is not None and request.load is not None:
+            request = request._replace(load=script)
+        channel(msgspec.msgpack.encode(executed(request)))
+        return
+
+
+def _import(file: ImportedFile) -> None:
+    """Import the file as the code will; if it fails, so does the code, which tells why."""
+    sys.path.insert(0, file.folder)
+    seed_everything(file.seed)
+    with torchvision_works(), contextlib.suppress(BaseException):
+        importlib.import_module(file.module)
 
 
 def executed(request: CodeRequest) -> CodeTrial:
@@ -108,7 +130,7 @@ def executed(request: CodeRequest) -> CodeTrial:
 
 def _imported(code: str, name: str) -> Any:
     """What the module that ``code`` imports first has by a ``name``; ``None`` if nothing."""
-    module = re.search(r"^from (\S+) import", code, re.MULTILINE)
+    module = _FIRST_IMPORT.search(code)
     return getattr(sys.modules.get(module[1]), name, None) if module else None
 
 
@@ -122,6 +144,9 @@ def _run(code: str, names: dict[str, Any], seed: int) -> dict[str, Any]:
 
 LEAST_SECONDS, PART_OF_SCAN = 10.0, 0.25
 """The code may take so much of the time of the scan, or so many seconds."""
+PART_OF_MEMORY = 0.1
+"""The file is imported beside the runs if its weights take at most so much of the free memory."""
+_FIRST_IMPORT = re.compile(r"^from (\S+) import", re.MULTILINE)
 METHOD: Method = "spawn"
 """How the process of the code starts where this one has loaded the file: as new. Tests fork it."""
 
@@ -154,6 +179,9 @@ class PrintedCodeFeature(Feature):
             self._start("fork", source.forked)
         elif self._worker is None:
             self._start(METHOD if runs.isolation == "fork" else "spawn")
+        file = _imported_file(runs)
+        if self._worker is not None and file is not None:
+            self._worker.send(pickle.dumps(file))
 
     def _start(self, method: Method, script: Load | None = None) -> None:
         decode = partial(msgspec.msgpack.decode, type=CodeTrial)
@@ -183,6 +211,20 @@ class PrintedCodeFeature(Feature):
         if self._worker is not None:
             self._worker.end()
             self._worker = None
+
+
+def _imported_file(runs: TargetRuns) -> ImportedFile | None:
+    """The file that the code for a target imports; ``None`` if none, or another copy of its weights
+    could take the memory that runs need.
+    """
+    target = runs.target
+    match = _FIRST_IMPORT.search("\n".join(target.setup))
+    if match is None or target.folder is None:
+        return None
+    weights = sum(tensor.nbytes for tensor in target.model.state_dict().values() if isinstance(tensor, Tensor))
+    if weights > PART_OF_MEMORY * free_memory(torch.device("cpu")):
+        return None
+    return ImportedFile(match[1], target.folder, runs.options.seed)
 
 
 def _request(runs: TargetRuns, result: ScanResult, options: ScanOptions) -> CodeRequest | None:

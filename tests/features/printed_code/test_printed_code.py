@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ from lowprec_check.analysis.snippet import snippet
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.model_info import describe_target
 from lowprec_check.features.printed_code import run as printed_code
-from lowprec_check.features.printed_code.run import CodeRequest, executed
+from lowprec_check.features.printed_code.run import CodeRequest, ImportedFile, executed
 from lowprec_check.schema.measures import CodeTrial
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import Run
@@ -89,18 +90,21 @@ def test_code_that_fails_or_does_otherwise_is_told(tmp_path: Path, monkeypatch: 
     assert executed(request._replace(code=f"{code}\noutput = output / 0")).status == "differs"
 
 
+@pytest.mark.parametrize("imported", [False, True], ids=["with the code", "before"])
 def test_a_process_that_was_copied_before_the_file_was_loaded_executes_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    imported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "copied_net.py").write_text(MODULE)
     feature = printed_code.PrintedCodeFeature()
     feature.before_loading()
     request, _ = code_of(str(tmp_path / "copied_net.py"), "half")
-    check = "import sys\nassert 'copied_net' not in sys.modules\n"
+    check = f"import sys\nassert ('copied_net' in sys.modules) == {imported}\n"
     worker = feature._worker
     assert worker is not None
     try:
+        if imported:
+            worker.send(pickle.dumps(ImportedFile("copied_net", str(tmp_path), request.seed)))
         trial = printed_code._answer(worker, request._replace(in_fp32=f"{check}{request.in_fp32}"), 60)
     finally:
         worker.end()
