@@ -95,16 +95,17 @@ def test_a_process_that_was_copied_before_the_file_was_loaded_executes_code(
     imported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "copied_net.py").write_text(MODULE)
+    name = f"copied_{imported}".lower()
+    (tmp_path / f"{name}.py").write_text(MODULE)
     feature = printed_code.PrintedCodeFeature()
     feature.before_loading()
-    request, _ = code_of(str(tmp_path / "copied_net.py"), "half")
-    check = f"import sys\nassert ('copied_net' in sys.modules) == {imported}\n"
+    request, _ = code_of(str(tmp_path / f"{name}.py"), "half")
+    check = f"import sys\nassert ('{name}' in sys.modules) == {imported}\n"
     worker = feature._worker
     assert worker is not None
     try:
         if imported:
-            worker.send(pickle.dumps(ImportedFile("copied_net", str(tmp_path), request.seed)))
+            worker.send(pickle.dumps(ImportedFile(name, str(tmp_path), request.seed)))
         trial = printed_code._answer(worker, request._replace(in_fp32=f"{check}{request.in_fp32}"), 60)
     finally:
         worker.end()
