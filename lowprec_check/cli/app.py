@@ -67,7 +67,9 @@ class _ImportedOnUse(TyperGroup):
         if cmd_name not in self.commands:
             # A wrong name needs all others: one is suggested.
             names = [cmd_name] if cmd_name in COMMANDS else self.list_commands(ctx)
-            self._add({COMMANDS[name][0] for name in names if name in COMMANDS})
+            modules = {COMMANDS[name][0] for name in names if name in COMMANDS}
+            present = _modules_of_features()
+            self._add({module for module in modules if module in present or module.startswith("cli.")})
         return self.commands.get(cmd_name)
 
     def _add(self, modules: set[str]) -> None:

@@ -355,14 +355,14 @@ def code_blocks(result: ScanResult) -> list[Block]:
         return blocks
     if trial.status == "ran":
         error = say("{error:error}", error=trial.rel_l2).text if trial.rel_l2 is not None else ""
-        ran = Say(f"This code ran in a fresh interpreter{fill(', error {}', error)}.")
+        ran = Say(f"This code ran in a process of its own{fill(', error {}', error)}.")
         blocks.append(Fold("Whether the code runs", [ran], detail="more"))
     elif trial.status == "not run":
         blocks.append(Say(f"This code was not executed: {trial.reason}.", "warn", "note"))
     else:
         did = "fails" if trial.status == "failed" else "does otherwise"
         reason = trial.reason.rstrip(".")
-        blocks.append(Say(f"This code {did} in a fresh interpreter: {reason}.", "warn", "note"))
+        blocks.append(Say(f"This code {did} in a process of its own: {reason}.", "warn", "note"))
     return blocks
 
 

@@ -492,7 +492,7 @@ class InputLayout(Struct, frozen=True, kw_only=True):
 
 
 class CodeTrial(Struct, frozen=True, kw_only=True):
-    """An execution of the recommended code, in a fresh interpreter."""
+    """An execution of the recommended code, in a process of its own."""
 
     code: str
     """The code."""

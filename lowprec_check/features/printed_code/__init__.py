@@ -1,1 +1,1 @@
-"""Executes the code that a scan recommends, in a fresh interpreter, before it is printed."""
+"""Executes the code that a scan recommends, in a process of its own, before it is printed."""

@@ -24,6 +24,7 @@ from lowprec_check.core.target_runs import TargetRuns
 from lowprec_check.engine.model.output_measures import OWN, parse_limits
 from lowprec_check.engine.model.output_tensors import OutputForm
 from lowprec_check.engine.model.plain_run import judge, output_tensors
+from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.target_source import Load
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
 from lowprec_check.errors import first_line, message_of, type_name
@@ -49,8 +50,10 @@ class CodeRequest(NamedTuple):
     """Of the output's error; ``None`` if the output cannot be judged."""
     form: OutputForm = OutputForm()
     """By what it is judged."""
+    module: str = ""
+    """The user's module that the code imports; empty if none."""
     folder: str | None = None
-    """Where the code imports the user's module."""
+    """Where it does."""
     load: Load | None = None
     """Loads the script that the code belongs into; ``None`` if it stands alone."""
 
@@ -94,23 +97,27 @@ def _import(file: ImportedFile) -> None:
 def executed(request: CodeRequest) -> CodeTrial:
     """Whether the code runs, and its output passes."""
     try:
-        names: dict[str, Any] = {}
-        if request.load is not None:
-            names = request.load().namespace or {}
-        elif request.folder is not None:
-            sys.path.insert(0, request.folder)
         # As the scan itself imports the user's files.
         with torchvision_works():
-            reference = _run(request.in_fp32, names, request.seed).get("output") if request.in_fp32 else None
-            # The reference keeps its values if the model changes them in place.
-            form = request.form
-            if form.judge == OWN:
-                form = form._replace(function=names.get(OWN) or _imported(request.code, OWN))
-            expected = output_tensors(reference).mapped(Tensor.clone).as_asked(form)
-            after = _run(request.code, names, request.seed)
+            return _compared(request)
     except BaseException as error:
         reason = f"{type_name(error)}: {first_line(message_of(error))}"
         return CodeTrial(code=request.code, status="failed", reason=reason)
+
+
+def _compared(request: CodeRequest) -> CodeTrial:
+    names: dict[str, Any] = {}
+    if request.load is not None:
+        names = request.load().namespace or {}
+    elif request.folder is not None:
+        sys.path.insert(0, request.folder)
+    reference = _run(request.in_fp32, names, request.seed).get("output") if request.in_fp32 else None
+    form = request.form
+    if form.judge == OWN:
+        form = form._replace(function=names.get(OWN) or getattr(sys.modules.get(request.module), OWN, None))
+    # The reference keeps its values if the model changes them in place.
+    expected = output_tensors(reference).mapped(Tensor.clone).as_asked(form)
+    after = _run(request.code, names, request.seed)
     if not request.in_fp32:
         loss = after.get("step_loss")
         if loss is None or bool(loss.isfinite().all()):
@@ -128,12 +135,6 @@ def executed(request: CodeRequest) -> CodeTrial:
     return msgspec.structs.replace(trial, status="differs", reason=reason)
 
 
-def _imported(code: str, name: str) -> Any:
-    """What the module that ``code`` imports first has by a ``name``; ``None`` if nothing."""
-    module = _FIRST_IMPORT.search(code)
-    return getattr(sys.modules.get(module[1]), name, None) if module else None
-
-
 def _run(code: str, names: dict[str, Any], seed: int) -> dict[str, Any]:
     """The names after ``code``, which is executed where ``names`` are those that it can use."""
     seed_everything(seed)
@@ -146,7 +147,6 @@ LEAST_SECONDS, PART_OF_SCAN = 10.0, 0.25
 """The code may take so much of the time of the scan, or so many seconds."""
 PART_OF_MEMORY = 0.1
 """The file is imported beside the runs if its weights take at most so much of the free memory."""
-_FIRST_IMPORT = re.compile(r"^from (\S+) import", re.MULTILINE)
 METHOD: Method = "spawn"
 """How the process of the code starts where this one has loaded the file: as new. Tests fork it."""
 
@@ -218,13 +218,19 @@ def _imported_file(runs: TargetRuns) -> ImportedFile | None:
     could take the memory that runs need.
     """
     target = runs.target
-    match = _FIRST_IMPORT.search("\n".join(target.setup))
-    if match is None or target.folder is None:
+    module = _module_of(target)
+    if not module or target.folder is None:
         return None
     weights = sum(tensor.nbytes for tensor in target.model.state_dict().values() if isinstance(tensor, Tensor))
     if weights > PART_OF_MEMORY * free_memory(torch.device("cpu")):
         return None
-    return ImportedFile(match[1], target.folder, runs.options.seed)
+    return ImportedFile(module, target.folder, runs.options.seed)
+
+
+def _module_of(target: Target) -> str:
+    """The module from which the code for a target imports; empty if it imports none."""
+    match = re.search(r"^from (\S+) import", "\n".join(target.setup), re.MULTILINE)
+    return match[1] if match else ""
 
 
 def _request(runs: TargetRuns, result: ScanResult, options: ScanOptions) -> CodeRequest | None:
@@ -248,6 +254,7 @@ def _request(runs: TargetRuns, result: ScanResult, options: ScanOptions) -> Code
         seed=options.seed,
         tolerance=tolerance,
         form=OutputForm(*form.saved),
+        module=_module_of(target),
         folder=target.folder,
         load=runs.launcher.source.reload if is_inside else None,
     )

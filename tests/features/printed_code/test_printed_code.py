@@ -130,9 +130,9 @@ def test_a_scan_executes_its_code(tmp_path: Path, call: Call, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("status", "said"),
     [
-        ("ran", "This code ran in a fresh interpreter."),
-        ("failed", "This code fails in a fresh interpreter: why."),
-        ("differs", "This code does otherwise in a fresh interpreter: why."),
+        ("ran", "This code ran in a process of its own."),
+        ("failed", "This code fails in a process of its own: why."),
+        ("differs", "This code does otherwise in a process of its own: why."),
         ("not run", "This code was not executed: why."),
     ],
 )
