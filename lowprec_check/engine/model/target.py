@@ -310,12 +310,16 @@ def loss_kind(loss: Any) -> str:
     """What an output with this loss is: ``classes``, ``binary``, ``other``; empty without one."""
     if loss is None:
         return ""
-    if isinstance(loss, functools.partial):
-        loss = loss.func
-    names, parts = {getattr(loss, "__name__", "")}, [loss]
-    if is_plain_function(loss):
-        used = inspect.getclosurevars(loss)
-        names |= {*used.unbound, *loss.__code__.co_names}
+    loss = _without_partials(loss)
+    function, owner = loss, getattr(loss, "__self__", loss)
+    if not inspect.isroutine(loss):
+        function = getattr(loss, "forward", type(loss).__call__)
+    names, parts = {getattr(loss, "__name__", "")}, [loss, *getattr(owner, "__dict__", {}).values()]
+    if isinstance(owner, nn.Module):
+        parts += owner.modules()
+    if inspect.isfunction(function) or inspect.ismethod(function):
+        used = inspect.getclosurevars(function)
+        names |= {*used.unbound, *function.__code__.co_names}
         parts += [*used.globals.values(), *used.nonlocals.values()]
     if "cross_entropy" in names or any(isinstance(part, nn.CrossEntropyLoss) for part in parts):
         return "classes"
