@@ -447,14 +447,15 @@ def _judged_by(module: types.ModuleType) -> dict[str, Any]:
         required = [each for each in inspect.signature(judge).parameters.values() if each.default is each.empty]
         if len(required) != 2:
             return {}
-        parts = {"judge": OWN, "judge_function": judge}
+        parts, of_measure = {"judge": OWN, "judge_function": judge}, f"{OWN}."
     elif isinstance(judge, str):
-        parts = {"judge": judge}
+        parts, of_measure = {"judge": judge}, ""
     else:
         return {}
     if isinstance(limits, Mapping):
-        texts = [f"{name}={limit}" for name, limit in limits.items()]
-        check_judge(None, texts)
+        texts = [f"{of_measure}{str(name).removeprefix(of_measure)}={limit}" for name, limit in limits.items()]
+        if not of_measure:  # numbers of a function may be called as a measure is
+            check_judge(None, texts)
         parts["limits"] = parse_limits(texts)
     return parts
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -31,9 +31,11 @@ Part = Mapping[str, Tensor]
 """The tensors that a measure compares together, by role: ``boxes``, ``labels``, ``scores``."""
 
 
-Unit = Literal["share", "difference", "dB", "ratio", "own"]
-"""Of a share and of dB the limit is the least that passes, of a difference and of a ratio, which
-is best at 1, the largest. Of the user's own figures it lies on the bad side of fp32's.
+MOST_DECIBELS = 200.0
+"""Of equal pictures and sounds."""
+Unit = Literal["share", "cosine", "difference", "dB", "own"]
+"""Of a difference the limit is the most that passes. Of the user's own figures it lies on the bad
+side of fp32's. Of others it is the least.
 """
 
 
@@ -47,20 +49,20 @@ class Figure(NamedTuple):
     """What passes, at least or at most; ``None`` if it decides nothing."""
     unit: Unit = "share"
     best: float = 1.0
-    """What fp32 itself has, of the user's own."""
+    """What fp32 itself has, of shares and of the user's own."""
 
     @property
     def has_least(self) -> bool:
         """Whether the limit is the least that passes."""
         if self.unit == "own":
-            return self.limit is None or self.limit <= self.best
-        return self.unit in ("share", "dB")
+            return self.limit is None or self.limit < self.best
+        return self.unit != "difference"
 
     @property
     def used(self) -> float:
         """The part of the limit that is used, above 1 if it is exceeded."""
         loss = self.loss(self.value)
-        if math.isnan(loss):
+        if not math.isfinite(loss):
             return math.inf
         if self.limit is None or loss <= 0:
             return 0.0
@@ -68,41 +70,51 @@ class Figure(NamedTuple):
         return loss / allowed if allowed > 0 else math.inf
 
     def loss(self, value: float) -> float:
-        """What of the output is lost at this value: 0 if it is equal."""
-        if self.unit == "share":
-            return 1.0 - value
+        """What of the output is lost at this value: 0 if it is equal; NaN stays so."""
         if self.unit == "dB":
             return float(10 ** (-value / 20))
-        if self.unit == "ratio":
-            return abs(value - 1.0)
-        if self.unit == "own" and math.isfinite(self.best):
-            return self.best - value if self.has_least else value - self.best
-        if self.unit == "own":  # as of a ratio to no noise
-            return 1.0 / value if value > 0 else math.inf
-        return value
+        if self.unit == "difference":
+            return value
+        if math.isinf(self.best):  # as of a ratio to no noise: what falls with the value, never to 0
+            return math.exp(-math.asinh(math.copysign(1.0, self.best) * value))
+        lost = self.best - value
+        if self.unit == "own" and self.limit == self.best:  # on neither side: only an equal one passes
+            return abs(lost)
+        return max(lost if self.has_least else -lost, 0.0)
 
     def shown(self, value: float) -> str:
         """A value with its unit."""
         if self.unit == "share":
             return percent(value)
         if self.unit == "dB":
-            return f"{value:.0f} dB"
-        if self.unit in ("ratio", "own"):
+            return f"{value:.3g} dB"
+        if self.unit in ("cosine", "own"):
             return f"{value:.4g}"
         return f"{value:.2g}"
 
     @property
-    def text(self) -> str:
-        """The value in words, and the limit if it is exceeded."""
+    def said(self) -> str:
+        """The value with its unit, which does not read as a limit that it exceeds."""
         value = self.shown(self.value)
-        if self.limit is None or self.used <= 1:
-            return self.words.format(value)
-        limit, beyond, passes = self.shown(self.limit), "less", "at least"
-        if not self.has_least:
-            beyond, passes = "more", "at most"
-        if value == limit:
-            value = f"{beyond} than {limit}"
-        return f"{self.words.format(value)}; {passes} {limit} would pass"
+        if self.unit == "dB" and self.value >= MOST_DECIBELS:
+            return f"{value} or more"
+        if self.limit is None or self.used <= 1 or value != self.shown(self.limit):
+            return value
+        return f"{'less' if self.value < self.limit else 'more'} than {value}"
+
+    @property
+    def text(self) -> str:
+        """The value in words; the limit if it is exceeded, or is one that the user knows."""
+        text = self.words.replace("{}", self.said)
+        if self.limit is None:
+            return text
+        passes = "at least" if self.has_least else "at most"
+        if self.unit == "own" and self.limit == self.best:
+            passes = "only"
+        passes = f"{passes} {self.shown(self.limit)}"
+        if self.used > 1:
+            return f"{text}; {passes} would pass"
+        return f"{text} ({passes} passes)" if self.unit == "own" else text
 
 
 class Measured(NamedTuple):
@@ -124,6 +136,8 @@ class OutputMeasure:
     """Its figures that have a limit."""
     is_main = True
     """Whether what it fits is what an output is for, beside which there are by-products."""
+    fits_by_loss = False
+    """Whether what a model is trained by can tell that it fits."""
 
     def parts(self, form: OutputForm, output: Sequence[Tensor]) -> list[dict[str, int]]:
         """The numbers of the tensors compared together, by role; empty if it does not fit."""
@@ -153,17 +167,26 @@ def check_judge(name: str | None, limits: Sequence[str]) -> None:
         measure, _, figure = key.partition(".")
         if measure == OWN and figure not in measures:
             continue
+        if measure == OWN:
+            raise UsageError(f"A limit of {figure} is one of a figure.", f"Choose from: {_figures(figure)}.")
         if measure not in measures:
-            raise UsageError(f"There is no measure {measure!r} with limits.", f"Choose from: {', '.join(measures)}.")
+            raise UsageError(
+                f"There is no measure {measure!r} with limits.", f"Choose from: {', '.join([*measures, OWN])}."
+            )
         units = measures[measure].limited
         if figure not in units:
-            hint = f"Choose from: {', '.join(units)}."
+            hint = f"Choose from: {_figures(measure)}."
             raise UsageError(f"The measure {measure} has no limit of a figure {figure!r}.", hint)
         most = MOST_USED
-        if units[figure] == "share":
+        if units[figure] in ("share", "cosine"):
             most = 1.0
-        if not 0 <= limit <= most:  # nor NaN
+        if not 0 <= limit <= most:
             raise UsageError(f"{limit:g} is no limit of {key}.", f"Give a number from 0 to {most:g}.")
+
+
+def _figures(measure: str) -> str:
+    """The figures of a measure that have a limit, as options name them."""
+    return ", ".join(f"{measure}.{figure}" for figure in output_measures()[measure].limited)
 
 
 def parse_limits(texts: Sequence[str]) -> tuple[tuple[str, float], ...]:
@@ -177,10 +200,11 @@ def parse_limits(texts: Sequence[str]) -> tuple[tuple[str, float], ...]:
         if "." not in key:
             key = f"{OWN}.{key}"
         try:
-            limits.append((key, float(value)))
+            limit = float(value)
         except ValueError:
-            key = ""
-        if not key.partition(".")[2]:
+            limit = math.nan
+        limits.append((key, limit))
+        if not key.partition(".")[2] or not math.isfinite(limit):
             raise UsageError(f"{text!r} is no limit of a figure.", "Write it as boxes.found=0.98.")
     return tuple(limits)
 
@@ -247,7 +271,7 @@ def _meanings(
     taken, judged, has_main = set[int](), set[int](), False
     measures: Mapping[str, OutputMeasure] = output_measures()
     if form.judge == OWN:
-        measures = {OWN: UsersMeasure(form)}
+        measures = {OWN: UsersMeasure(form.function, form.limits)} if form.function is not None else {}
     for name, measure in measures.items():
         if form.judge not in (None, name):
             continue
@@ -260,20 +284,20 @@ def _meanings(
             ours, wanted = (
                 [{role: side[n] for role, n in part.items()} for part in parts] for side in (output, reference)
             )
-            measured = measure.compare(ours, wanted, tolerance)
+            told = _meaning(name, measure.compare(ours, wanted, tolerance), dict(form.limits))
         except UsageError:
             raise
         except Exception as error:  # rel_l2 can tell what a measure cannot
             reason = f"the measure fails: {type_name(error)}: {first_line(message_of(error))}"
-            measured = Measured(cannot_tell=reason)
+            told = _meaning(name, Measured(cannot_tell=reason), {})
         taken |= numbers
         why = form.kind
         if form.judge is not None:
-            why = "asked for"
-        elif form.loss in ("classes", "binary"):
+            why = "your function" if form.judge == OWN else "asked for"
+        elif measure.fits_by_loss and form.loss in ("classes", "binary"):
             why = f"{why}, trained by cross entropy"
-        meanings.append(msgspec.structs.replace(_meaning(name, measured, dict(form.limits)), why=why))
-        if not measured.cannot_tell:
+        meanings.append(msgspec.structs.replace(told, why=why))
+        if not told.cannot_tell:
             judged |= numbers
             has_main = has_main or measure.is_main
     if form.judge not in (None, OWN) and not meanings:
@@ -301,16 +325,16 @@ def _meaning(name: str, measured: Measured, limits: Mapping[str, float]) -> Mean
     what = name
     if key != next(iter(figures)):
         what = f"{name} {key}"
-    loss = worst.loss(worst.value)
-    if not loss <= MOST_USED:
-        loss = MOST_USED
+    loss, limit, used = worst.loss(worst.value), worst.loss(worst.limit or 0.0), min(worst.used, MOST_USED)
+    if not max(loss, limit) <= MOST_USED:  # nor NaN
+        loss, limit = used, 1.0
     return msgspec.structs.replace(
         meaning,
         text=text,
-        shown=f"{what} {worst.shown(worst.value)}",
+        shown=f"{what} {worst.said}",
         loss=loss,
-        limit=min(worst.loss(worst.limit or 0.0), MOST_USED),
-        used=min(worst.used, MOST_USED),
+        limit=limit,
+        used=used,
     )
 
 
@@ -322,34 +346,38 @@ class UsersMeasure(OutputMeasure):
 
     name = OWN
 
-    def __init__(self, form: OutputForm) -> None:
-        self._form = form
+    def __init__(self, function: Callable[[Any, Any], Any], limits: Sequence[tuple[str, float]]) -> None:
+        self._function, self._limits = function, limits
 
     def parts(self, form: OutputForm, output: Sequence[Tensor]) -> list[dict[str, int]]:
         """All tensors of the output, by their paths."""
-        if form.function is None:
-            return []
         if "" in form.paths:  # beside which there is a loss
             return [{"": form.paths.index("")}]
         return [{path: number for number, path in enumerate(form.paths)}]
 
     def compare(self, output: Sequence[Part], reference: Sequence[Part], tolerance: float) -> Measured:
         """The numbers, with the limits that the function, the file or an option gives."""
-        fp32 = structured(reference[0])
-        numbers = [self._form.function(each, fp32) for each in (structured(output[0]), fp32) if self._form.function]
+        numbers = []
+        for compared in (output[0], reference[0]):
+            # Copies, because the function may work in place
+            pair = ({path: tensor.clone() for path, tensor in side.items()} for side in (compared, reference[0]))
+            numbers.append(self._function(*map(structured, pair)))
         if not all(isinstance(each, Mapping) for each in numbers):
             return Measured(cannot_tell=f"it returns {type(numbers[0]).__name__}, not a dict of numbers")
         own, best = map(_with_limits, numbers)
-        asked = {key.removeprefix(f"{OWN}."): limit for key, limit in self._form.limits if key.startswith(f"{OWN}.")}
+        asked = {key.removeprefix(f"{OWN}."): limit for key, limit in self._limits if key.startswith(f"{OWN}.")}
         for name in asked:
-            if name not in own:
-                raise UsageError(f"`judge` returns no number {name!r}.", f"It returns: {', '.join(own) or 'none'}.")
+            if name not in best:
+                raise UsageError(f"`judge` returns no number {name!r}.", f"It returns: {', '.join(best) or 'none'}.")
         figures = {}
-        for name, (value, limit) in own.items():
-            at_best = best.get(name, (math.nan, None))[0]
-            if math.isnan(at_best):
+        for name, (at_best, its_limit) in {**own, **best}.items():
+            if math.isnan(at_best) or name not in best:
                 return Measured(cannot_tell=f"it returns NaN or no {name} for fp32 itself")
-            figures[name] = Figure(value, f"{name} {{}}", asked.get(name, limit), "own", at_best)
+            value, limit = own.get(name, (math.nan, its_limit))
+            limit = asked.get(name, limit)
+            if limit is not None and not math.isfinite(limit):
+                return Measured(cannot_tell=f"its limit of {name} is not finite")
+            figures[name] = Figure(value, f"{name} {{}}", limit, "own", at_best)
         if all(figure.limit is None for figure in figures.values()):
             return Measured(figures, "no limit is set: --limit NAME=VALUE, or limits = {NAME: VALUE} in the file")
         return Measured(figures)
@@ -364,7 +392,11 @@ def _with_limits(numbers: Mapping[Any, Any]) -> dict[str, tuple[float, float | N
 class NamedTensors(dict[str, Any]):
     """Tensors by name, as items and as attributes."""
 
-    __getattr__ = dict.__getitem__
+    def __new__(cls, *_: Any) -> NamedTensors:
+        """One whose attributes are its items; also a copy, for which ``__init__`` is not called."""
+        self = super().__new__(cls)
+        self.__dict__ = self
+        return self
 
 
 def structured(tensors: Mapping[str, Tensor]) -> Any:

@@ -8,13 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.model.output_measures import Figure, Measured, OutputMeasure, Part
+from lowprec_check.engine.model.output_measures import MOST_DECIBELS, Figure, Measured, OutputMeasure, Part
 from lowprec_check.engine.model.output_tensors import OutputForm
 
 NAMES = ("waveform", "audio_values", "audios", "audio")
 """Of transformers' (VITS, EnCodec, DAC) and diffusers' outputs."""
-MOST_DECIBELS = 200.0
-"""Of equal sounds."""
 FRAME, LEAST_FRAME = 1024, 16
 """Samples of which a spectrum is made, every quarter of them."""
 FLOOR = 1e-4
@@ -33,7 +31,7 @@ class Audio(OutputMeasure):
             {"sound": number}
             for number, path in enumerate(form.paths)
             if (path.partition(".")[0] in NAMES or (form.judge == self.name and not path))
-            and output[number].is_floating_point()
+            and (output[number].is_floating_point() or form.judge == self.name)
             and output[number].ndim
             and output[number].shape[-1] >= LEAST_FRAME
         ]
@@ -50,7 +48,7 @@ class Audio(OutputMeasure):
             ours, wanted = ours.reshape(-1, ours.shape[-1]), wanted.reshape(-1, wanted.shape[-1])
             heard = wanted.square().sum(1) > 0
             if not bool(heard.all()):
-                return Measured(cannot_tell="fp32 is silent")
+                return Measured(cannot_tell="a channel of fp32 is silent" if bool(heard.any()) else "fp32 is silent")
             noise = (ours - wanted).square().sum(1) / wanted.square().sum(1)
             if float(noise.max()):
                 ratio = min(ratio, -10 * math.log10(float(noise.max())))

@@ -49,6 +49,10 @@ class Boxes(OutputMeasure):
         """The share of boxes found, their mean IoU, and the mean difference of their scores."""
         tally = _Tally()
         ours, wanted = ([image for part in side for image in _images(part)] for side in (output, reference))
+        if not all(bool(fp32[role].isfinite().all()) for fp32 in wanted for role in ("boxes", "scores")):
+            return Measured(cannot_tell="fp32 itself gives NaN or Inf")
+        if any(bool((fp32["boxes"][:, :2] > fp32["boxes"][:, 2:]).any()) for fp32 in wanted):
+            return Measured(cannot_tell="the boxes of fp32 are not x1, y1, x2, y2")
         for number, (low, fp32) in enumerate(zip(ours, wanted, strict=True)):
             tally.add(low, fp32, f" of image {number}" if len(wanted) > 1 else "")
         if not tally.total or not tally.count:
@@ -96,9 +100,9 @@ class _Tally:
             self._add("score", score, abs(score - float(own_scores[own])))
             if "masks" in fp32 and "masks" in low:
                 self._add("mask_iou", score, _mask_iou(low["masks"][own], fp32["masks"][wanted]))
-            if "keypoints" in fp32 and "keypoints" in low:
-                size = _areas(fp32["boxes"][wanted, None].double()).sqrt()
-                self._add("keypoints", score, _moved(low["keypoints"][own], fp32["keypoints"][wanted]) / float(size))
+            size = float(_areas(fp32["boxes"][wanted, None].double()).sqrt())
+            if "keypoints" in fp32 and "keypoints" in low and size:
+                self._add("keypoints", score, _moved(low["keypoints"][own], fp32["keypoints"][wanted]) / size)
 
     def _add(self, name: str, weight: float, value: float) -> None:
         self._sums[name] = self._sums.get(name, 0.0) + weight * value
@@ -170,7 +174,8 @@ def _iou(boxes: Tensor, others: Tensor) -> Tensor:
     end = torch.minimum(boxes[:, None, 2:], others[None, :, 2:])
     shared = (end - start).clamp_min(0).prod(2)
     union = _areas(boxes)[:, None] + _areas(others)[None, :] - shared
-    return torch.where(union > 0, shared / union, 0.0)
+    equal = (boxes[:, None] == others[None, :]).all(2)  # of no area too
+    return torch.where(union > 0, shared / union, equal.double())
 
 
 def _areas(boxes: Tensor) -> Tensor:

@@ -14,6 +14,8 @@ from lowprec_check.features.meaning.logits import ROUNDINGS, rounding
 
 NAMES = ("embedding", "embeddings", "sentence_embedding", "pooler_output", "")
 """Of tensors for which ``--judge`` may ask; those that end with ``_embeds`` are told by that."""
+MOST_ROWS = 1024
+"""Vectors of a tensor, evenly spaced, that have neighbours: all pairs would fill the memory."""
 NEAREST = 10
 """Neighbours of each vector whose order is compared."""
 ALIKE = 0.999
@@ -24,7 +26,8 @@ class Embeddings(OutputMeasure):
     """Compares vectors by direction and length, and the order of their neighbours in the batch."""
 
     name = "embeddings"
-    limited = {"cosine": "share", "neighbours": "share", "length": "difference"}
+    limited = {"cosine": "cosine", "neighbours": "share", "length": "difference"}
+    is_main = False  # other models take the hidden states beside them
 
     def parts(self, form: OutputForm, output: Sequence[Tensor]) -> list[dict[str, int]]:
         """Tensors N × D of such names."""
@@ -44,7 +47,7 @@ class Embeddings(OutputMeasure):
         for low, fp32 in zip(output, reference, strict=True):
             ours, wanted = low["vectors"].double(), fp32["vectors"].double()
             if ours.shape != wanted.shape:
-                return Measured({"cosine": Figure(0.0, "a cosine of {}: other shapes", ALIKE)})
+                return Measured({"cosine": Figure(0.0, "a cosine of {}: other shapes", ALIKE, "cosine")})
             if not len(wanted) or not bool(wanted.isfinite().all()):
                 return Measured(cannot_tell="fp32 itself gives no finite vectors")
             sizes = wanted.norm(dim=1)
@@ -53,11 +56,12 @@ class Embeddings(OutputMeasure):
             own, theirs = normalize(ours), normalize(wanted)
             cosine = min(cosine, float((own * theirs).sum(1).min()))
             length = max(length, float((ours.norm(dim=1) / sizes - 1).abs().max()))
+            own, theirs = (vectors[:: -(-len(vectors) // MOST_ROWS)] for vectors in (own, theirs))
             similar = theirs @ theirs.T
             least_alike = min(least_alike, float(similar.min()))
             if len(wanted) > 2:
                 orders.append(_kept_order(own @ own.T, similar, ROUNDINGS * rounding(low["vectors"].dtype)))
-        figures = {"cosine": Figure(cosine, "a cosine of {} at least", ALIKE)}
+        figures = {"cosine": Figure(cosine, "a cosine of {} at least", ALIKE, "cosine")}
         if orders:
             kept = float(torch.cat(orders).double().mean())
             figures["neighbours"] = Figure(kept, "{} of the neighbours in order", 0.98)

@@ -71,6 +71,8 @@ def _choice(low: Tensor, fp32: Tensor, roundings: float) -> Choice:
 class Choices(OutputMeasure):
     """Compares what logits choose, and their distributions."""
 
+    fits_by_loss = True
+
     def __init__(self, name: str, noun: str, kinds: Sequence[str], dimension: int, leaves: Sequence[str]) -> None:
         """Of outputs whose class is of these ``kinds``; classes are along a ``dimension``.
 
@@ -79,20 +81,28 @@ class Choices(OutputMeasure):
         self.name, self._noun, self._kinds, self._dimension, self._leaves = name, noun, kinds, dimension, leaves
         limited: dict[str, Unit] = {"agree": "share", "kl": "difference"}
         if name == "tokens":
-            limited["perplexity"] = "ratio"
+            limited["perplexity"] = "difference"
         if dimension == 1:
             limited["iou"] = "share"
         self.limited = limited
 
     def parts(self, form: OutputForm, output: Sequence[Tensor]) -> list[dict[str, int]]:
         """The logits, of tokens with the loss if the model was given labels."""
-        is_trained_so = form.loss == "classes" and self.name != "tokens"
-        if form.judge is None and not is_trained_so and not any(kind in form.kind for kind in self._kinds):
+        is_certain = form.judge is not None or (form.loss == "classes" and self.name != "tokens")
+        # Trained by binary cross entropy, each logit chooses for itself
+        is_of_kind = form.loss != "binary" and any(kind in form.kind for kind in self._kinds)
+        if not is_certain and not is_of_kind:
             return []
+        leaves, colours = self._leaves, 0
+        if not is_certain and form.kind == "OrderedDict":
+            leaves, colours = ("out",), 3  # as torchvision's; other models return one of pictures
         parts = [
             {"logits": number}
             for number, path in enumerate(form.paths)
-            if path in self._leaves and output[number].is_floating_point() and self._has_classes(output[number])
+            if path in leaves
+            and output[number].is_floating_point()
+            and self._has_classes(output[number])
+            and output[number].shape[1] != colours
         ]
         is_entropy = form.loss in ("", "classes")
         if len(parts) == 1 and self.name == "tokens" and is_entropy and "loss" in form.paths:
@@ -105,7 +115,7 @@ class Choices(OutputMeasure):
         """Whether its shape is one of logits; features have more channels than pixels classes."""
         if self._dimension == 1:
             return tensor.ndim >= 4 and 2 <= tensor.shape[1] <= MOST_CLASSES
-        return tensor.ndim >= 2 and (self.name == "tokens" or tensor.ndim == 2)
+        return tensor.ndim >= 2 and tensor.shape[-1] >= 2 and (self.name == "tokens" or tensor.ndim == 2)
 
     def compare(self, output: Sequence[Part], reference: Sequence[Part], tolerance: float) -> Measured:
         """Whether the same is chosen, but for ties, and the divergence of the distributions."""
@@ -114,7 +124,7 @@ class Choices(OutputMeasure):
             return Measured({"agree": Figure(0.0, f"{{}} of the {self.name} agree: other shapes", 0.99)})
         parts = [part for pair in zip(ours, wanted, strict=True) for part in self._parts(*pair)]
         classes = max((tensor.shape[self._dimension] for tensor in wanted), default=0)
-        if not parts or classes < 2:
+        if not parts:
             return Measured(cannot_tell="there is nothing to choose from")
         rows = Choice(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
         if bool(rows.divergence.isnan().any()):
@@ -131,9 +141,9 @@ class Choices(OutputMeasure):
         if self._dimension == 1:
             untied = torch.where(rows.ties, rows.best, rows.chosen)
             figures["iou"] = Figure(_mean_iou(rows.best, untied, classes), "a mean IoU of {}", 0.98)
-        if "loss" in reference[0]:
-            ratio = (output[0]["loss"].double() - reference[0]["loss"].double()).exp()
-            figures["perplexity"] = Figure(float(ratio), "a perplexity of {} times fp32's", 1.01, "ratio")
+        if "loss" in reference[0] and bool(reference[0]["loss"].isfinite()):  # NaN if no label counts
+            apart = float((output[0]["loss"].double() - reference[0]["loss"].double()).expm1().abs())
+            figures["perplexity"] = Figure(apart, "perplexities {} of fp32's apart", 0.01, "difference")
         told, sure = "", float(rows.gap.nanmedian())
         if not sure >= SURE:
             told = f"fp32 itself is not sure: its first two choices are {sure:.2g} nats apart (median)"
@@ -143,7 +153,7 @@ class Choices(OutputMeasure):
         """What is chosen in each row, some rows at once: logits may fill the memory."""
         ours, wanted = (tensor.movedim(self._dimension, -1) for tensor in (low, fp32))
         classes = wanted.shape[-1]
-        if not wanted.numel() or classes < 2:
+        if not wanted.numel():
             return
         at_once = max(1, _AT_ONCE // classes)
         rows = (tensor.reshape(-1, classes).split(at_once) for tensor in (ours, wanted))

@@ -17,6 +17,7 @@ class Masks(OutputMeasure):
 
     name = "masks"
     limited = {"agree": "share", "iou": "share"}
+    fits_by_loss = True
 
     def parts(self, form: OutputForm, output: Sequence[Tensor]) -> list[dict[str, int]]:
         """``pred_masks`` of SAM and its kin; N × 1 × H × W trained by binary cross entropy."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d
 
-from lowprec_check.engine.model.output_measures import Figure, Measured, OutputMeasure, Part
+from lowprec_check.engine.model.output_measures import MOST_DECIBELS, Figure, Measured, OutputMeasure, Part
 from lowprec_check.engine.model.output_tensors import OutputForm
 
 KINDS = ("DecoderOutput", "ImagePipelineOutput", "StableDiffusionPipelineOutput", "StableDiffusionXLPipelineOutput")
@@ -17,8 +17,6 @@ KINDS = ("DecoderOutput", "ImagePipelineOutput", "StableDiffusionPipelineOutput"
 NAMES = ("images", "image", "sample", "picture", "reconstruction")
 WINDOW, SIGMA, K1, K2 = 11, 1.5, 0.01, 0.03
 """Of SSIM (Wang et al., 2004): the Gaussian window, and the constants that keep it stable."""
-MOST_DECIBELS = 200.0
-"""Of equal pictures."""
 
 
 class Pictures(OutputMeasure):
@@ -35,7 +33,7 @@ class Pictures(OutputMeasure):
             {"picture": number}
             for number, path in enumerate(form.paths)
             if (path.partition(".")[0] in (*NAMES, "") or form.judge == self.name)
-            and output[number].is_floating_point()
+            and (output[number].is_floating_point() or form.judge == self.name)
             and output[number].ndim == 4
             and output[number].shape[1] in (1, 3)
         ]
@@ -70,10 +68,11 @@ def ssim(picture: Tensor, wanted: Tensor, extent: float) -> float:
     """
     offsets = torch.arange(WINDOW, dtype=torch.float64) - WINDOW // 2
     line = torch.exp(-offsets.square() / (2 * SIGMA**2))
-    window = torch.outer(line, line)[None, None] / line.sum() ** 2
+    line /= line.sum()
 
     def mean(values: Tensor) -> Tensor:
-        return conv2d(values.reshape(-1, 1, *values.shape[2:]), window)
+        columns = conv2d(values.reshape(-1, 1, *values.shape[2:]), line.reshape(1, 1, -1, 1))
+        return conv2d(columns, line.reshape(1, 1, 1, -1))
 
     ours, theirs = mean(picture), mean(wanted)
     variance, other = mean(picture.square()) - ours.square(), mean(wanted.square()) - theirs.square()

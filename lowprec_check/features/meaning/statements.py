@@ -16,7 +16,7 @@ def by_meaning(result: ScanResult) -> Iterable[Made]:
     chosen = (error.by_meaning for error in errors)
     for name in dict.fromkeys(f"{m.measure} ({m.why})" for m in chosen if m is not None and m.why):
         yield plain(f"judged by {name}")
-    meanings = (meaning for error in errors for meaning in (error.meaning, *error.beside))
+    meanings = (each for error in errors if error.by_meaning is None for each in (error.meaning, *error.beside))
     reasons = {m.measure: m.cannot_tell for m in meanings if m is not None and m.cannot_tell}
     for measure, reason in reasons.items():
         yield Said(plain(f"judged by the relative error, not by {measure}: {reason}"), "warn")

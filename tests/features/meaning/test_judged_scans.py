@@ -6,12 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from lowprec_check import render, scan
 from lowprec_check.analysis.diff import diff_scans
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.scan_result import ScanResult
+from lowprec_check.features.meaning.statements import by_meaning
+from lowprec_check.schema.meaning import Meaning
+from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.torchkit.output_comparison import NOTHING
 
 
 class CausalLMOutput(dict[str, Tensor]):
@@ -107,6 +111,17 @@ def test_the_error_decides_where_fp32_is_not_sure_or_if_it_is_asked_for() -> Non
     run = scanned(Language(scale=8.0), judge="rel_l2").runs[1]
     assert run.output_error is not None
     assert run.output_error.meaning is None
+
+
+def test_a_measure_that_cannot_tell_is_named_only_where_the_error_decides() -> None:
+    told = Meaning(measure="tokens", figures={}, decides=True)
+    unsure = Meaning(measure="audio", figures={}, cannot_tell="fp32 is silent")
+    scan_of_tokens = scanned(Language(scale=8.0))
+    run, warning = Run(precision="half", device="cpu", status="ok"), "judged by the relative error, not by audio: "
+    for decides, beside, expected in ((told, [unsure], []), (unsure, [], [f"{warning}fp32 is silent"])):
+        error = replace(NOTHING, meaning=decides, beside=beside)
+        result = replace(scan_of_tokens, runs=[replace(run, output_error=error)])
+        assert [said.sentence.text for said in by_meaning(result)] == expected
 
 
 def test_a_result_is_saved_with_its_measure(tmp_path: Path) -> None:

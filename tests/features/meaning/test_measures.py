@@ -139,9 +139,10 @@ def test_pixels_equal_torchmetrics() -> None:
     assert told.figures["iou"] == pytest.approx(iou, abs=5e-3)
 
 
-def test_features_of_a_backbone_are_no_classes() -> None:
-    features = logits(1, 960, 4, 4)
-    _, compared = judge(output("OrderedDict", out=features), output("OrderedDict", out=features), TOLERANCE)
+@pytest.mark.parametrize(("name", "channels"), [("out", 960), ("out", 3), ("logits", 21)])
+def test_features_and_pictures_are_no_classes(name: str, channels: int) -> None:
+    tensors = output("OrderedDict", **{name: logits(1, channels, 4, 4)})
+    _, compared = judge(tensors, tensors, TOLERANCE)
     assert compared.error.meaning is None
 
 
@@ -206,6 +207,29 @@ def test_boxes_of_noise_are_judged_by_the_error() -> None:
     )
     assert told.cannot_tell == "fp32 is sure of none of its 100 boxes: no score reaches 0.3"
     assert status == "inaccurate"
+
+
+def test_boxes_without_an_area_are_found() -> None:
+    boxes, labels, scores = some_boxes()
+    boxes[0, 2:] = boxes[0, :2]
+    fp32 = detections(boxes, labels, scores)
+    status, told = meaning(fp32, fp32)
+    assert (status, told.figures["found"], told.figures["iou"]) == ("ok", 1.0, pytest.approx(1.0))
+
+
+@pytest.mark.parametrize(
+    ("role", "place", "value", "why"),
+    [
+        (0, (3, 2), -1.0, "the boxes of fp32 are not x1, y1, x2, y2"),
+        (0, (3, 2), torch.nan, "fp32 itself gives NaN or Inf"),
+        (2, (3,), torch.nan, "fp32 itself gives NaN or Inf"),
+    ],
+)
+def test_boxes_that_are_none_are_judged_by_the_error(role: int, place: Any, value: float, why: str) -> None:
+    tensors = some_boxes()
+    tensors[role][place] = value
+    fp32 = detections(*tensors)
+    assert meaning(fp32, fp32)[1].cannot_tell == why
 
 
 def test_boxes_are_matched_in_parts_as_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,11 +397,18 @@ def test_limits_and_measures_that_are_asked_for() -> None:
         ("box", []),
         *((None, [limit]) for limit in ("bxes.found=1", "boxes=1", "x", "rel_l2.x=1", "boxes.foo=1", "tokens.ties=1")),
         *((None, [limit]) for limit in ("boxes.found=98", "boxes.iou=-1", "tokens.kl=nan", "picture.psnr=inf")),
+        *((None, [limit]) for limit in ("apart=nan", "judge.apart=inf", "embeddings.cosine=2")),
     ],
 )
 def test_a_wrong_measure_or_limit_is_refused(name: str | None, limits: list[str]) -> None:
     with pytest.raises(UsageError):
         check_judge(name, limits)
+
+
+def test_a_limit_without_a_figure_is_told_the_figures() -> None:
+    with pytest.raises(UsageError) as raised:
+        check_judge(None, ["picture=0.3"])
+    assert raised.value.hint == "Choose from: picture.psnr, picture.ssim."
 
 
 def test_every_limit_that_can_be_set_is_one_of_a_figure() -> None:

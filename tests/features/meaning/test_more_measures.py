@@ -12,6 +12,7 @@ from torch.nn import functional
 from lowprec_check.engine.model.output_tensors import OutputForm, OutputTensors
 from lowprec_check.engine.model.plain_run import judge
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
+from lowprec_check.features.meaning import embeddings as embeddings_module
 from lowprec_check.schema.meaning import Meaning
 from tests.features.meaning.by_hand import Judged, audio, embeddings, passes
 from tests.features.meaning.test_measures import TOLERANCE, logits, meaning, output, some_boxes
@@ -42,6 +43,26 @@ def test_embeddings_that_shrink_fail() -> None:
     assert told_by("dict", "image_embeds", fp32 / 2, fp32)[0] == "inaccurate"
 
 
+def test_hidden_states_beside_embeddings_count() -> None:
+    fp32 = {"text_embeds": logits(4, 32), "last_hidden_state": logits(4, 5, 32)}
+    low = fp32 | {"last_hidden_state": fp32["last_hidden_state"] * 1.05}
+    assert meaning(output("CLIPTextModelOutput", **low), output("CLIPTextModelOutput", **fp32))[0] == "inaccurate"
+
+
+def test_a_cosine_is_no_percentage() -> None:
+    text = told_by("CLIPTextModelOutput", "text_embeds", -logits(1, 32), logits(1, 32))[1].text
+    assert text == "a cosine of -1 at least; at least 0.999 would pass"
+
+
+def test_neighbours_are_looked_for_among_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    fp32 = logits(50, 16)
+    low = fp32 + logits(50, 16, scale=0.5, seed=1)
+    monkeypatch.setattr(embeddings_module, "MOST_ROWS", 20)
+    told = told_by("dict", "embedding", low, fp32)[1].figures
+    wanted = embeddings(low, fp32)[0] | {"neighbours": embeddings(low[::3], fp32[::3])[0]["neighbours"]}
+    assert told == pytest.approx(wanted, rel=1e-9)
+
+
 def test_embeddings_that_are_all_alike_are_judged_by_the_error() -> None:
     fp32 = torch.ones(5, 32) + logits(5, 32, scale=1e-3)
     status, told = told_by("dict", "embeddings", fp32 * 1.02, fp32)
@@ -69,10 +90,29 @@ def test_sounds_equal_torchmetrics_and_a_plain_loop(noise: float) -> None:
     assert (status == "ok") == passes(Judged("audio", {}), by_hand)
 
 
-def test_one_silent_channel_cannot_be_judged_by_its_noise() -> None:
-    fp32 = torch.stack([torch.ones(100), torch.zeros(100)])
-    status, told = told_by("AudioPipelineOutput", "audios", fp32, fp32)
-    assert (status, told.cannot_tell) == ("ok", "fp32 is silent")
+@pytest.mark.parametrize(("loud", "why"), [(1.0, "a channel of fp32 is silent"), (0.0, "fp32 is silent")])
+def test_a_silent_channel_cannot_be_judged_by_its_noise(loud: float, why: str) -> None:
+    fp32 = torch.stack([torch.full((100,), loud), torch.zeros(100)])
+    quiet = fp32 + 1e-3 * loud * fp32
+    status, told = told_by("AudioPipelineOutput", "audios", quiet, fp32)
+    assert (status, told.cannot_tell) == ("ok" if loud else "unjudged", why)
+
+
+def test_decibels_are_said_as_they_are() -> None:
+    fp32 = torch.sin(torch.arange(4000.0))
+    assert told_by("VitsModelOutput", "waveform", fp32, fp32)[1].text.startswith("an SNR of 200 dB or more")
+    assert told_by("VitsModelOutput", "waveform", fp32 * 1.01012, fp32)[1].shown == "audio 39.9 dB"
+    assert told_by("VitsModelOutput", "waveform", fp32 * 1.010001, fp32)[1].shown == "audio less than 40 dB"
+
+
+def test_sounds_and_pictures_of_integers_are_judged_if_asked_for() -> None:
+    fp32 = (torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(0)) * 255).to(torch.uint8)
+    for name, figure in (("picture", "psnr"), ("audio", "snr")):
+        low = fp32.clone()
+        low[0, 0, 0, :2] ^= 64
+        status, told = told_by("Tensor", "", low, fp32, judge=name)
+        assert (status, told.measure) == ("inaccurate", name)
+        assert 10 < told.figures[figure] < 40
 
 
 # -- Masks
@@ -100,8 +140,18 @@ def test_what_a_model_is_trained_by_tells_what_its_output_is() -> None:
     assert told_by("Tensor", "", fp32, fp32, loss="binary")[1].measure == "masks"
     assert told_by("Tensor", "", logits(20, 10), logits(20, 10), loss="classes")[1].measure == "classes"
     assert told_by("Tensor", "", logits(2, 4, 8, 8), logits(2, 4, 8, 8), loss="classes")[1].measure == "pixels"
-    plain = OutputTensors([fp32], OutputForm("Tensor", ("",)))
-    assert judge(plain, plain, TOLERANCE)[1].error.meaning is None
+    one, several = logits(20, 1), logits(20, 5)
+    for kind, name, tensor, loss in (
+        ("Tensor", "", fp32, ""),
+        ("Tensor", "", one, "classes"),
+        ("SequenceClassifierOutput", "logits", one, ""),
+        ("SequenceClassifierOutput", "logits", several, "binary"),
+    ):
+        plain = OutputTensors([tensor], OutputForm(kind, (name,), loss=loss))
+        assert judge(plain, plain, TOLERANCE)[1].error.meaning is None
+    told = told_by("SequenceClassifierOutput", "logits", several, several, loss="classes")[1]
+    assert (told.measure, told.why) == ("classes", "SequenceClassifierOutput, trained by cross entropy")
+    assert told_by("CLIPOutput", "text_embeds", one.T, one.T, loss="classes")[1].why == "CLIPOutput"
 
 
 # -- Keypoints
@@ -167,7 +217,11 @@ def test_with_labels_the_ratio_of_perplexities_counts(noise: float) -> None:
     perplexities = [
         float(functional.cross_entropy(each.reshape(-1, 60).double(), labels).exp()) for each in (low, fp32)
     ]
-    assert told.figures["perplexity"] == pytest.approx(perplexities[0] / perplexities[1], rel=1e-5)
+    assert told.figures["perplexity"] == pytest.approx(abs(perplexities[0] / perplexities[1] - 1), rel=1e-3, abs=1e-6)
+    # Without a label that counts, there is none
+    empty = output("CausalLMOutput", loss=torch.tensor(torch.nan), logits=fp32)
+    told = meaning(empty, empty)[1]
+    assert (told.figures["agree"], "perplexity" in told.figures) == (1.0, False)
     # A loss of the user's own may be no entropy
     outputs = [each.as_asked(OutputForm(loss="other")) for each in outputs]
     assert "perplexity" not in meaning(*outputs)[1].figures
