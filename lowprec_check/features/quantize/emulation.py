@@ -38,11 +38,12 @@ def emulate(model, rounded, filter_fn):
     import torch
 
     for name, module in model.named_modules():
-        if filter_fn(module, name):
-            weight = torch.nn.Parameter(rounded(module.weight.detach()), requires_grad=False)
+        # its own forward may do more, and others may read its weight and the dtype of that
+        if filter_fn(module, name) and getattr(module.forward, "__func__", None) is torch.nn.Linear.forward:
+            weight = rounded(module.weight.detach())
             bias = module.bias.detach().float() if module.bias is not None else None
 
             def forward(input, weight=weight, bias=bias):
                 return torch.nn.functional.linear(rounded(input), weight, bias).to(input.dtype)
 
-            module.weight, module.forward = weight, forward
+            module.forward = forward

@@ -65,14 +65,22 @@ class Format:
 
     def needs(self) -> str:
         """What has its kernels."""
+        gpu = f"an NVIDIA GPU of compute capability {'.'.join(map(str, self.capability))} or later"
         if "cpu" in self.devices:
-            return f"{self.name} has kernels for {' and '.join(self.devices)}"
-        return f"{self.name} needs an NVIDIA GPU of compute capability {'.'.join(map(str, self.capability))} or later"
+            return f"{self.name} needs a CPU, or {gpu}"
+        return f"{self.name} needs {gpu}"
 
     @property
     def can_be_emulated(self) -> bool:
         """Whether a device without its kernels can compute its values."""
         return self.emulation is not None or "emulated" in self.configs
+
+    @property
+    def is_passed_by(self) -> bool:
+        """Whether the fast path of ``nn.TransformerEncoder`` would read a layer's weight past what
+        is in its place.
+        """
+        return self.smooths or self.can_be_emulated
 
 
 _INT8_DYNAMIC = "Int8DynamicActivationInt8WeightConfig()"
@@ -114,7 +122,7 @@ FORMATS = (
         aliases=("smoothquant", "smooth-quant"),
         config=_INT8_DYNAMIC,
         imports=(
-            "from torchao.prototype.smoothquant import SmoothQuantConfig",
+            "from torchao.prototype.smoothquant import SmoothQuantConfig, SmoothQuantObservedLinear",
             "from torchao.quantization import Int8DynamicActivationInt8WeightConfig",
         ),
         precisions=_EITHER,

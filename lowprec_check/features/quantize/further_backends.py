@@ -108,7 +108,7 @@ class OfFormat(Quantizing):
         """The error of each linear layer, on the calibration inputs."""
         from lowprec_check.features.quantize.quantized_linear import linear_errors
 
-        return linear_errors(model, prepared.model, example.calibration, self.form, example.keep)
+        return linear_errors(model, prepared, example.calibration)
 
     def code(self, key: RunKey, model: ModelInfo) -> Code:
         """The same calls of torchao."""
@@ -119,28 +119,34 @@ class OfFormat(Quantizing):
         from lowprec_check.features.quantize import emulation
 
         form, device = self.form, device_type(key.device)
-        lines, more = _filter_lines(form.multiple_of, layers), ""
-        imports = ["from torchao.quantization import quantize_"]
-        if lines:
-            more = ", filter_fn=is_quantized"
-            imports.append("from torchao.quantization.quant_api import _is_linear")
+        lines = _filter_lines(form, layers)
+        imports = [
+            "from torchao.quantization import quantize_",
+            "from torchao.quantization.quant_api import _is_linear",
+        ]
         config = form.config_on(device, emulated=False)
-        quantized = [f"quantize_(model, {config}{more})"]
+        quantized = [f"quantize_(model, {config}, filter_fn=is_quantized)"]
         if form.smooths:
             quantized = [
-                f'quantize_(model, SmoothQuantConfig({config}, "prepare"){more})',
+                f'quantize_(model, SmoothQuantConfig({config}, "prepare"), filter_fn=is_quantized)',
                 "with torch.no_grad():",
                 *(f"    {line}" for line in calibrating(key, model, "model(")),
-                f'quantize_(model, SmoothQuantConfig({config}, "convert"){more})',
+                "for module in model.modules():",
+                "    if isinstance(module, SmoothQuantObservedLinear) and not module.obs.inputs:",
+                "        module.__class__ = torch.nn.Linear  # calibration does not call it",
+                "is_observed = lambda module, name: isinstance(module, SmoothQuantObservedLinear)",
+                f'quantize_(model, SmoothQuantConfig({config}, "convert"), filter_fn=is_observed)',
             ]
         if form.freezes and device == "cpu":
             imports.append("import torch._inductor.config")
             quantized.append("torch._inductor.config.freezing = True  # the weights are constants")
         quantized.append("model = torch.compile(model)")
-        emulated = [f"quantize_(model, {form.config_on(device, emulated=True)}{more})"]
+        emulated = [f"quantize_(model, {form.config_on(device, emulated=True)}, filter_fn=is_quantized)"]
         if form.emulation is not None:
             lines += [inspect.getsource(getattr(emulation, form.emulation)), inspect.getsource(emulation.emulate)]
             emulated = [f"emulate(model, {form.emulation}, is_quantized)"]
+        if form.is_passed_by:
+            lines.append("torch.backends.mha.set_fastpath_enabled(False)  # it reads weights past the layers")
         if device not in form.devices:
             lines += [f"# emulated; {form.needs()}: {quantized[0]}", *emulated]
         elif form.can_be_emulated:
@@ -156,20 +162,21 @@ class OfFormat(Quantizing):
         return Code(imports=tuple(imports), before=tuple(lines))
 
 
-def _filter_lines(multiple_of: tuple[int, int], layers: Sequence[str]) -> list[str]:
-    """A function ``is_quantized`` to paste; none if all linear layers are quantized."""
-    conditions = ["_is_linear(module)"]
-    for name, number in zip(("in_features", "out_features"), multiple_of, strict=True):
+def _filter_lines(form: Format, layers: Sequence[str]) -> list[str]:
+    """A function ``is_quantized`` to paste."""
+    # a weight that is computed or quantized already is no plain parameter
+    conditions = ["_is_linear(module)", "type(module.weight) is torch.nn.Parameter"]
+    if form.smooths:
+        conditions.append('getattr(module.forward, "__func__", None) is torch.nn.Linear.forward')
+    for name, number in zip(("in_features", "out_features"), form.multiple_of, strict=True):
         if number > 1:
             conditions.append(f"module.{name} % {number} == 0")
-    if layers:
-        conditions.append("name not in kept")
-    if len(conditions) == 1:
-        return []
     kept = []
     if layers:
         kept = ["kept = [  # in the precision of the rest", *(f'    "{name}",' for name in layers), "]"]
-    return [*kept, "def is_quantized(module, name):", f"    return {' and '.join(conditions)}"]
+        conditions.append("module not in map(model.get_submodule, kept)")
+    joined = "\n        and ".join(conditions)
+    return [*kept, "def is_quantized(module, name):", f"    return (\n        {joined}\n    )"]
 
 
 def _backend(form: Format) -> Backend:

@@ -17,6 +17,10 @@ from lowprec_check.schema.measures import LayerError, Outliers
 # -- A relative L2 error over several tensors
 
 
+_PART = 1 << 24
+"""So many values are compared at once."""
+
+
 class SquaredError:
     """Adds up ‖y − r‖² and ‖r‖² in fp64 over pairs of tensors."""
 
@@ -26,9 +30,11 @@ class SquaredError:
 
     def add(self, value: Tensor, reference: Tensor) -> None:
         """Add a pair of tensors of one shape."""
-        wide = reference.double()
-        self._error += float((value.double() - wide).square().sum())
-        self._reference += float(wide.square().sum())
+        # in parts: in fp64, the output of a vocabulary is large
+        for values, references in zip(value.reshape(-1).split(_PART), reference.reshape(-1).split(_PART), strict=True):
+            wide = references.double()
+            self._error += float((values.double() - wide).square().sum())
+            self._reference += float(wide.square().sum())
         self._pairs += 1
 
     @property
@@ -98,9 +104,10 @@ class Quantized(Protocol):
 
 
 def nothing_to_quantize(
-    model: nn.Module, name: str = "int8", what: str = "convolutions and linear layers", multiple_of: Any = (1, 1)
+    model: nn.Module, name: str = "int8", what: str = "convolutions and linear layers", why_left: Iterable[str] = ()
 ) -> UsageError:
     """The error where no layer was quantized: the row would be fp32 under another name."""
-    if multiple_of != (1, 1):
-        what += " with in_features of a multiple of {}, and out_features of {}".format(*multiple_of)
+    why = "; ".join(list(dict.fromkeys(why_left))[:3])
+    if why:
+        return UsageError(f"{name} quantizes no layer of {type_name(model)}: {why}.", "Use another backend.")
     return UsageError(f"{name} quantizes {what}, and found none in {type_name(model)}.", "Use another backend.")

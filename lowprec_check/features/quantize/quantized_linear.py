@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowprec_check.errors import UsageError
 from lowprec_check.features.quantize import emulation
 from lowprec_check.features.quantize.formats import Format
 from lowprec_check.features.quantize.quantized import (
@@ -31,10 +33,14 @@ MOST_ALONE = 4
 class QuantizedLinear:
     """A model with linear layers in a format, called as the model is."""
 
-    def __init__(self, model: nn.Module, call: Callable[..., Any], emulated: str | None) -> None:
+    def __init__(
+        self, model: nn.Module, call: Callable[..., Any], emulated: str | None, layers: dict[str, str | None]
+    ) -> None:
         self.model, self._call = model, call
         self.emulated = emulated
         """Why its values are computed without kernels of the format; ``None`` if they are not."""
+        self.layers = layers
+        """Why each linear layer was left alone; ``None`` if it is quantized. None of those kept."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The output; the first call compiles."""
@@ -51,35 +57,51 @@ def quantize_linear(
     compiles: bool = True,
 ) -> QuantizedLinear:
     """A copy with linear layers in ``format``, but those that ``keep`` names, compiled unless it is
-    emulated. Raises :class:`UsageError` if it quantizes no layer, and ``keep`` is empty.
+    emulated. Raises :class:`UsageError` if the device can neither compute nor emulate it, or if it
+    quantizes no layer, and ``keep`` is empty.
     """
     emulated = why_emulated(format, device)
+    if emulated is not None and not format.can_be_emulated:
+        raise UsageError(f"{emulated}.", "Use another backend.")
     quantized = copy.deepcopy(model)
+    # a module that is in several places is kept in all of them
+    kept = {quantized.get_submodule(name) for name in keep}
     with quiet(), torch.no_grad():
         import torchao.quantization as torchao
+        from torchao.quantization.quant_api import _is_linear
 
-        is_taken = layer_filter(format.multiple_of, keep)
-        if not any(is_taken(module, name) for name, module in quantized.named_modules()) and not keep:
-            raise nothing_to_quantize(model, format.name, "linear layers", format.multiple_of)
+        layers = {
+            name: _why_left(module, name, format, emulated=emulated is not None)
+            for name, module in quantized.named_modules()
+            if isinstance(module, nn.Linear) and _is_linear(module) and module not in kept
+        }
+        taken = {quantized.get_submodule(name) for name, why in layers.items() if why is None}
+
+        def is_taken(module: nn.Module, _: str) -> bool:
+            # torchao visits a module in each of its places, though it is quantized already
+            return module in taken and type(module.weight) is nn.Parameter
+
+        if format.is_passed_by:
+            torch.backends.mha.set_fastpath_enabled(False)
         config = configuration(format, device, emulated=emulated is not None)
         if config is None:
             functions: Any = emulation
             functions.emulate(quantized, getattr(functions, format.emulation or ""), is_taken)
         elif format.smooths:
-            from torchao.prototype.smoothquant import SmoothQuantConfig
-
-            torchao.quantize_(quantized, SmoothQuantConfig(config, "prepare"), is_taken)
-            for args, kwargs in calibration():
-                quantized(*args, **kwargs)
-            torchao.quantize_(quantized, SmoothQuantConfig(config, "convert"), is_taken)
+            _smooth(quantized, config, is_taken, calibration)
+            for name, why in layers.items():
+                if why is None and type(quantized.get_submodule(name).weight) is nn.Parameter:
+                    layers[name] = "calibration does not call it"
         else:
             torchao.quantize_(quantized, config, is_taken)
+        if None not in layers.values() and not keep:
+            raise nothing_to_quantize(model, format.name, "linear layers", filter(None, layers.values()))
         if emulated is not None or not compiles:
-            return QuantizedLinear(quantized, quantized, emulated)
+            return QuantizedLinear(quantized, quantized, emulated, layers)
         import torch._inductor.config as inductor
 
         inductor.freezing = format.freezes and device == "cpu"
-        return QuantizedLinear(quantized, torch.compile(quantized), None)
+        return QuantizedLinear(quantized, torch.compile(quantized), None, layers)
 
 
 def why_emulated(format: Format, device: str) -> str | None:
@@ -100,55 +122,71 @@ def configuration(format: Format, device: str, *, emulated: bool) -> Any:
     return eval(format.config_on(device, emulated=emulated), names)
 
 
-def layer_filter(multiple_of: tuple[int, int] = (1, 1), keep: Collection[str] = ()) -> Callable[[nn.Module, str], bool]:
-    """Whether a module of a name is quantized: torchao's linear layers whose ``in_features`` and
-    ``out_features`` are ``multiple_of`` two numbers, but those of ``keep``.
-    """
-    from torchao.quantization.quant_api import _is_linear
+def _why_left(module: nn.Linear, name: str, format: Format, *, emulated: bool) -> str | None:
+    """Why ``format`` leaves a linear layer alone; ``None`` if it does not."""
+    of_inputs, of_outputs = format.multiple_of
+    if type(module.weight) is not nn.Parameter:
+        return "its weight is not a plain parameter"
+    # the layer is replaced, or its forward
+    replaced = format.smooths or (emulated and format.emulation is not None)
+    if replaced and getattr(module.forward, "__func__", None) is not nn.Linear.forward:
+        return "its forward is not that of nn.Linear"
+    if module.in_features % of_inputs or module.out_features % of_outputs:
+        needed = f"multiples of {of_inputs} and {of_outputs}"
+        return f"{module.in_features} → {module.out_features} features are not {needed}"
+    if format.smooths and not name:
+        return "it is the model itself, and SmoothQuant replaces layers within one"
+    return None
 
-    of_inputs, of_outputs = multiple_of
 
-    def is_taken(module: nn.Module, name: str) -> bool:
-        if not isinstance(module, nn.Linear) or not _is_linear(module) or name in keep:
-            return False
-        return module.in_features % of_inputs == 0 and module.out_features % of_outputs == 0
+def _smooth(model: nn.Module, config: Any, is_taken: Callable[..., bool], calibration: Calibration) -> None:
+    """Quantize layers, with outliers moved into weights, unless ``calibration`` calls them not."""
+    from torchao.prototype.smoothquant import SmoothQuantConfig, SmoothQuantObservedLinear
+    from torchao.quantization import quantize_
 
-    return is_taken
+    quantize_(model, SmoothQuantConfig(config, "prepare"), is_taken)
+    for args, kwargs in calibration():
+        model(*args, **kwargs)
+    for module in model.modules():
+        if isinstance(module, SmoothQuantObservedLinear) and not module.obs.inputs:
+            module.__class__ = nn.Linear
+    quantize_(
+        model, SmoothQuantConfig(config, "convert"), lambda module, _: isinstance(module, SmoothQuantObservedLinear)
+    )
 
 
-def linear_errors(
-    model: nn.Module, quantized: nn.Module, calibration: Calibration, format: Format, keep: Collection[str] = ()
-) -> list[LayerError]:
+def linear_errors(model: nn.Module, quantized: QuantizedLinear, calibration: Calibration) -> list[LayerError]:
     """The error of each quantized layer over all calls of ``calibration``, and its outliers, in the
     order of the modules; and why others are not quantized. A layer that is not called has none.
     """
-    is_taken, is_linear = layer_filter(format.multiple_of, keep), layer_filter()
-    modules: Any = model.named_modules()
-    linear = {name: module for name, module in modules if is_linear(module, name)}
-    taken = [name for name, module in linear.items() if is_taken(module, name)]
+    taken = [name for name, why in quantized.layers.items() if why is None]
     local, accumulated = defaultdict[str, SquaredError](SquaredError), defaultdict[str, SquaredError](SquaredError)
     activations = defaultdict[str, OutlierCounter](OutlierCounter)
     for number, call in enumerate(calibration()):
         expected = defaultdict[str, list[Tensor]](list)
 
         def compare_alone(name: str, args: Any, kwargs: Any, output: Any, expected: Any = expected) -> None:
-            expected[name].append(output.clone())
+            expected[name].append(output.to("cpu", copy=True))  # of all layers, a device may hold too few
             activations[name].add(next(iter((*args, *kwargs.values()))))
-            local[name].add(quantized.get_submodule(name)(*args, **kwargs), output)
+            local[name].add(quantized.model.get_submodule(name)(*args, **kwargs), output)
 
         def compare(name: str, _: Any, __: Any, output: Any, expected: Any = expected) -> None:
             # A model whose control flow depends on values may call a layer otherwise.
             if expected[name] and expected[name][0].shape == output.shape:
-                accumulated[name].add(output, expected[name].pop(0))
+                accumulated[name].add(output, expected[name].pop(0).to(output.device))
 
         _call_watched(model, taken, call, number, compare_alone)
-        _call_watched(quantized, taken, call, number, compare)
-    alone = _errors_alone(model, quantized, sorted(local, key=lambda name: -(local[name].rel_l2 or 0.0)), calibration)
+        _call_watched(quantized.model, taken, call, number, compare)
+    # an error that is not finite is the largest
+    sizes = {name: math.inf if error.rel_l2 is None else error.rel_l2 for name, error in local.items()}
+    worst = sorted(sizes, key=lambda name: -sizes[name])[:MOST_ALONE]
+    alone = _errors_alone(model, quantized.model, worst, calibration)
     errors = []
-    for name, module in linear.items():
+    for name, why in quantized.layers.items():
         if name in local:
+            layer: Any = model.get_submodule(name)
             weights = OutlierCounter()
-            weights.add(module.weight.detach())
+            weights.add(layer.weight.detach())
             errors.append(
                 LayerError(
                     module=name,
@@ -160,10 +198,8 @@ def linear_errors(
                     activations=activations[name].outliers(),
                 )
             )
-        elif name not in taken and name not in keep:
-            needed = "multiples of {} and {}".format(*format.multiple_of)
-            left = f"{module.in_features} → {module.out_features} features are not {needed}"
-            errors.append(LayerError(module=name, op="linear", left=left))
+        elif why is not None:
+            errors.append(LayerError(module=name, op="linear", left=why))
     return errors
 
 
@@ -197,7 +233,7 @@ def _call_watched(
 def _errors_alone(
     model: nn.Module, quantized: nn.Module, layers: list[str], calibration: Calibration
 ) -> dict[str, float | None]:
-    """By layer, the error of the output if it alone is quantized, of the first few ``layers``."""
+    """By layer, the error of the output if it alone is quantized; ``None`` if its shape changes."""
     call = next(iter(calibration()))
 
     def output() -> list[Tensor]:
@@ -207,20 +243,21 @@ def _errors_alone(
 
     errors: dict[str, float | None] = {}
     expected = output() if layers else []
-    for name in layers[:MOST_ALONE]:
-        parent_name, _, child = name.rpartition(".")
-        if not child:
-            continue
-        parent = model.get_submodule(parent_name)
-        layer = getattr(parent, child)
-        setattr(parent, child, quantized.get_submodule(name))
+    for name in layers:
+        layer = model.get_submodule(name)
+        places = [place for place, module in model.named_modules(remove_duplicate=False) if module is layer and place]
         try:
+            for place in places:
+                model.set_submodule(place, quantized.get_submodule(place))
+            values = output() if places else []
+        finally:
+            for place in places:
+                model.set_submodule(place, layer)
+        if [value.shape for value in values] == [value.shape for value in expected]:
             error = SquaredError()
-            for value, reference in zip(output(), expected, strict=True):
+            for value, reference in zip(values, expected, strict=True):
                 error.add(value, reference)
             errors[name] = error.rel_l2
-        finally:
-            setattr(parent, child, layer)
     return errors
 
 

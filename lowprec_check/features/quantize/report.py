@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -51,9 +52,11 @@ def quantized_layers(result: ScanResult, said: Sequence[Statement]) -> Iterator[
 
 def _layer_error(layer: LayerError) -> float:
     """What layers are sorted by: the error of the layer by itself, if it is known."""
-    if layer.local is not None:
-        return layer.local
-    return layer.accumulated or 0.0
+    error = layer.local
+    if error is None:
+        error = layer.accumulated
+    # one that is not finite is the largest
+    return math.inf if error is None else error
 
 
 def _outliers(layer: LayerError) -> str | None:

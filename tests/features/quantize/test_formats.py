@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from lowprec_check import UsageError, scan
 from lowprec_check.analysis.conclusion import conclude
@@ -63,11 +65,12 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compiled code rounds elsewhere, and takes seconds; what a backend sets for its process stays in the test."""
     import torch._inductor.config as inductor
 
-    matmul = torch.get_float32_matmul_precision()
+    matmul, fast = torch.get_float32_matmul_precision(), torch.backends.mha.get_fastpath_enabled()
     monkeypatch.setattr(torch, "compile", lambda model: model)
     with inductor.patch(freezing=False), warnings.catch_warnings(action="ignore"):
         yield
     torch.set_float32_matmul_precision(matmul)
+    torch.backends.mha.set_fastpath_enabled(fast)
 
 
 def skip_unless_it_runs(form: Format, precision: str) -> None:
@@ -95,8 +98,8 @@ def test_the_row_and_its_code_give_the_same_bits(form: Format, precision: str, k
     assert not torch.equal(found, unquantized)
     assert 1e-4 < float((found.float() - fp32).norm() / fp32.norm()) < 0.5
     assert all(torch.equal(value, before[name]) for name, value in low.state_dict().items())
-    first = prepared.model.first.weight
-    assert (type(first) is nn.Parameter and torch.equal(first, before["first.weight"])) == bool(keep)
+    first = prepared.model.first
+    assert (type(first.weight) is nn.Parameter and "forward" not in vars(first)) == bool(keep)
     assert (prepared.emulated is not None) == ("cpu" not in form.devices)
 
 
@@ -132,7 +135,8 @@ def test_emulated_values_are_those_that_the_format_has(name: str) -> None:
     model, x = nn.Linear(128, 16, bias=False).bfloat16(), rows().bfloat16()
     model.weight[:16, :16] = torch.eye(16)
     prepared = BACKENDS.get(name).prepare(nn.Sequential(model), example(x, "bfloat16"))
-    weight, original = prepared.model[0].weight, model.weight.float()
+    weight = inspect.signature(prepared.model[0].forward).parameters["weight"].default
+    original = model.weight.float()
     if name == "nvfp4":
         blocks, scaled = original.reshape(-1, 16), weight.reshape(-1, 16)
         scale = blocks.abs().amax(1, keepdim=True) / 6
@@ -212,7 +216,9 @@ def test_without_a_fitting_torchao_the_command_to_install_it_is_named(monkeypatc
     [
         ("int8-dynamic", nn.Conv2d(3, 3, 3), "linear layers, and found none in Conv2d"),
         ("int8-dynamic", nn.MultiheadAttention(64, 4), "linear layers, and found none in MultiheadAttention"),
-        ("mxfp8", nn.Linear(8, 8), "linear layers with in_features of a multiple of 32, and out_features of 32, and"),
+        ("mxfp8", nn.Linear(8, 8), "no layer of Linear: 8 → 8 features are not multiples of 32 and 32"),
+        ("int8-smoothquant", nn.Linear(128, 8), "no layer of Linear: it is the model itself, and SmoothQuant replaces"),
+        ("fp8-weight-only", weight_norm(nn.Linear(8, 8)), "no layer of ParametrizedLinear: its weight is not a plain"),
     ],
 )
 def test_a_model_without_a_linear_layer_to_quantize_is_an_error(name: str, model: nn.Module, words: str) -> None:

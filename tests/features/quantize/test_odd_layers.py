@@ -1,0 +1,207 @@
+"""Layers that are left alone, are in several places, or are read by others: the row is what its code gives."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from test_formats import DTYPES, example, info, rows, uncompiled  # noqa: F401 - a fixture
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
+
+from lowprec_check import UsageError
+from lowprec_check.analysis.snippet import snippet
+from lowprec_check.features.quantize import libraries, quantized, report
+from lowprec_check.features.quantize.formats import FORMATS
+from lowprec_check.features.quantize.quantized import SquaredError
+from lowprec_check.features.quantize.quantized_linear import why_emulated
+from lowprec_check.schema.axes import BACKENDS
+from lowprec_check.schema.measures import LayerError
+from lowprec_check.schema.run_key import RunKey
+
+pytestmark = [
+    pytest.mark.skipif(libraries.fitting_torchao() != "0.18.0", reason="needs torchao 0.18"),
+    pytest.mark.skipif(not libraries.torchao_fits(), reason="needs a torchao that fits this torch"),
+    pytest.mark.usefixtures("uncompiled"),
+]
+ALL = [form.name for form in FORMATS]
+
+
+class Factored(nn.Linear):
+    """A linear layer with a product of two small matrices beside it."""
+
+    def __init__(self) -> None:
+        super().__init__(128, 128)
+        self.a, self.b = nn.Parameter(torch.randn(128, 8) / 11), nn.Parameter(torch.randn(8, 128) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x @ self.a @ self.b
+
+
+class Residual(nn.Module):
+    """Calls ``layer``, in the dtype of its weight, and adds the input."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.layer.weight
+        return x + self.layer(x.to(weight.dtype)) / 2
+
+
+class Routed(nn.Module):
+    """Sends its input to one of two layers, and may return as many values as are positive."""
+
+    def __init__(self, ragged: bool = False) -> None:
+        super().__init__()
+        self.used, self.idle, self.ragged = nn.Linear(128, 128), nn.Linear(128, 128), ragged
+
+    def forward(self, x: Tensor, use_idle: bool = False) -> Tensor:
+        y = self.idle(x) if use_idle else self.used(x)
+        return y[y > 0] if self.ragged else y
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(128, 128)
+
+
+def pair(layer: nn.Module) -> nn.Module:
+    return nn.Sequential(Residual(layer), Residual(linear())).eval()
+
+
+@torch.no_grad()
+def row(name: str, model: nn.Module, x: Tensor, keep: Sequence[str] = ()) -> tuple[float, Any, list[LayerError]]:
+    """Its distance from the unquantized model, the quantized one, and its layers; its code gives the same bits."""
+    form = next(form for form in FORMATS if form.name == name)
+    precision = form.precisions[-1]
+    low, low_x = copy.deepcopy(model).to(DTYPES[precision]), x.to(DTYPES[precision])
+    call = example(low_x, precision, keep=tuple(keep))
+    prepared = BACKENDS.get(name).prepare(low, call)
+    output, unquantized = prepared(low_x), low(low_x)
+    assert output.dtype == unquantized.dtype
+    layers = BACKENDS.get(name).layer_errors(prepared, low, call)
+    values: dict[str, Any] = {"model": copy.deepcopy(model), "inputs": x}
+    exec(snippet(RunKey(precision, name, "cpu"), info(model, x), keep), values)
+    assert torch.equal(values["output"], output)
+    if output.shape != unquantized.shape:
+        return math.inf, prepared, layers
+    return float((output - unquantized).double().norm() / unquantized.double().norm()), prepared, layers
+
+
+def left(layers: list[LayerError]) -> dict[str, str]:
+    return {layer.module: layer.left for layer in layers if layer.left is not None}
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("change", [parametrizations.weight_norm, parametrizations.spectral_norm, "pruned"])
+def test_a_layer_whose_weight_is_computed_is_left_alone(name: str, change: Any) -> None:
+    layer = linear()
+    layer = prune.l1_unstructured(layer, "weight", 0.5) if change == "pruned" else change(layer)
+    if change == "pruned":
+        layer.weight = layer.weight.detach()  # else it cannot be copied
+    error, _, layers = row(name, nn.Sequential(layer, linear()).eval(), rows())
+    assert left(layers) == {"0": "its weight is not a plain parameter"}
+    assert 0 < error < 0.2
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("kind", ["subclass", "patched"])
+def test_a_forward_of_its_own_is_called(name: str, kind: str) -> None:
+    """Where torchao quantizes the weight alone; else the layer is left alone."""
+    torch.manual_seed(0)
+    layer = Factored() if kind == "subclass" else linear()
+    if kind == "patched":
+        layer.forward = Doubled(layer)  # type: ignore[method-assign]
+    error, _, layers = row(name, pair(layer), rows())
+    is_left = name in ("int8-smoothquant", "fp8-dynamic", "fp8-dynamic-tensor", "nvfp4")
+    assert left(layers) == ({"0.layer": "its forward is not that of nn.Linear"} if is_left else {})
+    assert 0 < error < 0.2
+
+
+class Doubled:
+    """A forward that a library put in the place of a layer's."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self.layer = layer
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.layer.weight, self.layer.bias) * 2
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_layers_of_an_encoder_are_called(name: str) -> None:
+    """Its fast path reads their weights past them."""
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(128, 4, 256, batch_first=True), 1).eval()
+    error, _, layers = row(name, encoder, torch.randn(2, 5, 128))
+    assert [layer.module for layer in layers] == ["layers.0.linear1", "layers.0.linear2"]
+    assert all((layer.local or 0.0) > 1e-3 for layer in layers)
+    assert 0 < error < 0.2
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_layer_in_two_places_is_quantized_or_kept_in_both(name: str) -> None:
+    shared = linear()
+    model = nn.Sequential(Residual(shared), Residual(shared)).eval()
+    error, _, layers = row(name, model, rows())
+    assert [layer.module for layer in layers] == ["0.layer"]
+    assert layers[0].alone == pytest.approx(error, rel=1e-3)
+    assert row(name, model, rows(), keep=["0.layer"])[0] == 0.0
+
+
+def test_smoothing_leaves_alone_what_calibration_does_not_call() -> None:
+    _, prepared, layers = row("int8-smoothquant", Routed().eval(), rows())
+    assert left(layers) == {"idle": "calibration does not call it"}
+    model, x = prepared.model, rows().bfloat16()
+    assert torch.equal(model(x, use_idle=True), nn.functional.linear(x, model.idle.weight, model.idle.bias))
+    assert type(model.idle) is nn.Linear
+
+
+def test_a_gpu_without_kernels_or_emulation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    call = example(rows())
+    object.__setattr__(call, "device", "cuda")
+    words = "needs a CPU, or an NVIDIA GPU of compute capability 8.0 or later; this is 7.5"
+    with pytest.raises(UsageError, match=f"int8-dynamic {words}"):
+        BACKENDS.get("int8-dynamic").prepare(pair(linear()), call)
+    form = next(form for form in FORMATS if form.name == "fp8-dynamic")
+    assert "8.9 or later; this is 7.5" in (why_emulated(form, "cuda") or "")
+
+
+# -- the errors of layers
+
+
+def test_outputs_of_other_shapes_have_no_error_but_layers_do() -> None:
+    torch.manual_seed(3)
+    _, _, layers = row("mxfp4", Routed(ragged=True).eval(), rows())
+    assert [layer.module for layer in layers] == ["used"]
+    assert layers[0].local is not None
+    assert layers[0].alone is None
+
+
+def test_an_infinite_error_is_the_largest() -> None:
+    """The first layer of many; only four are quantized alone."""
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+    with torch.no_grad():
+        model[5].weight[0, 0] = math.nan
+    backend, call = BACKENDS.get("int8-dynamic"), example(torch.randn(4, 16))
+    layers = backend.layer_errors(backend.prepare(model, call), model, call)
+    assert layers[5].local is None
+    assert max(layers, key=report._layer_error) is layers[5]
+    assert sum(layer.alone is not None for layer in layers) <= 3
+
+
+def test_errors_are_the_same_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    value, reference = torch.randn(2, 5, 7).transpose(0, 2), torch.randn(7, 5, 2)
+    errors = []
+    for part in (7, 1 << 24):
+        monkeypatch.setattr(quantized, "_PART", part)
+        error = SquaredError()
+        error.add(value, reference)
+        errors.append(error.rel_l2)
+    assert errors == pytest.approx([float((value - reference).norm() / reference.norm())] * 2)
