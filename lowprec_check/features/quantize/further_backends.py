@@ -167,7 +167,9 @@ def _filter_lines(form: Format, layers: Sequence[str]) -> list[str]:
     # a weight that is computed or quantized already is no plain parameter
     conditions = ["_is_linear(module)", "type(module.weight) is torch.nn.Parameter"]
     if form.smooths:
-        conditions.append('getattr(module.forward, "__func__", None) is torch.nn.Linear.forward')
+        # a plain layer takes its place
+        conditions.append('type(module) is torch.nn.Linear and "forward" not in vars(module)')
+        conditions.append("not (module._forward_hooks or module._forward_pre_hooks)")
     for name, number in zip(("in_features", "out_features"), form.multiple_of, strict=True):
         if number > 1:
             conditions.append(f"module.{name} % {number} == 0")

@@ -127,10 +127,13 @@ def _why_left(module: nn.Linear, name: str, format: Format, *, emulated: bool) -
     of_inputs, of_outputs = format.multiple_of
     if type(module.weight) is not nn.Parameter:
         return "its weight is not a plain parameter"
-    # the layer is replaced, or its forward
-    replaced = format.smooths or (emulated and format.emulation is not None)
-    if replaced and getattr(module.forward, "__func__", None) is not nn.Linear.forward:
+    has_own_forward = getattr(module.forward, "__func__", None) is not nn.Linear.forward
+    if emulated and format.emulation is not None and has_own_forward:
         return "its forward is not that of nn.Linear"
+    # a plain layer takes its place
+    has_hooks = module._forward_hooks or module._forward_pre_hooks
+    if format.smooths and (type(module) is not nn.Linear or has_own_forward or has_hooks):
+        return "it has a class, a forward or hooks of its own"
     if module.in_features % of_inputs or module.out_features % of_outputs:
         needed = f"multiples of {of_inputs} and {of_outputs}"
         return f"{module.in_features} → {module.out_features} features are not {needed}"
@@ -159,6 +162,8 @@ def linear_errors(model: nn.Module, quantized: QuantizedLinear, calibration: Cal
     """The error of each quantized layer over all calls of ``calibration``, and its outliers, in the
     order of the modules; and why others are not quantized. A layer that is not called has none.
     """
+    # an encoder's would pass nested tensors, and pass layers by
+    torch.backends.mha.set_fastpath_enabled(False)
     taken = [name for name, why in quantized.layers.items() if why is None]
     local, accumulated = defaultdict[str, SquaredError](SquaredError), defaultdict[str, SquaredError](SquaredError)
     activations = defaultdict[str, OutlierCounter](OutlierCounter)
