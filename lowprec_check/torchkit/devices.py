@@ -334,8 +334,10 @@ def generator_states() -> list[Any]:
 def default_generator(device: Any = None) -> torch.Generator:
     """The generator of torch for ``device``, by default that of the CPU."""
     device = torch.device("cpu" if device is None else device)
+    if device.type == "mps":
+        return torch.mps._get_default_mps_generator()
     generators = getattr(getattr(torch, device.type, None), "default_generators", None)
     if not generators:
         return torch.default_generator
-    generator: torch.Generator = generators[device.index or 0]
+    generator: torch.Generator = generators[default_index(device.type) if device.index is None else device.index]
     return generator

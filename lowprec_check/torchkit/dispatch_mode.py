@@ -13,7 +13,10 @@ from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
+from torch._C import _get_dispatch_mode, _is_tracing, _TorchDispatchModeKey
+from torch._C._functorch import maybe_current_level
 from torch._ops import HigherOrderOperator, OperatorBase, OpOverload, _compute_keyset
+from torch.fx import _symbolic_trace
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 
@@ -37,6 +40,8 @@ from lowprec_check.torchkit.source_location import PACKAGE
 AutocastKeys = tuple[Any, ...]
 """Dispatch keys that apply inside a kernel: autocast of some devices, :func:`in_place_keys`."""
 
+_FAKE, _PROXY = _TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.PROXY
+
 _thread = threading.local()
 
 
@@ -54,6 +59,18 @@ def observing() -> Iterator[None]:
 def is_observing() -> bool:
     """Whether ops of this thread are those of the instruments."""
     return getattr(_thread, "observing", False)
+
+
+def is_without_values() -> bool:
+    """Whether ops are only recorded or transformed: tensors may have no values to read or copy."""
+    return (
+        _is_tracing()
+        or _symbolic_trace._is_fx_tracing_flag
+        or maybe_current_level() is not None
+        or _get_dispatch_mode(_FAKE) is not None
+        or _get_dispatch_mode(_PROXY) is not None
+        or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+    )
 
 
 class DispatchMode(TorchDispatchMode):

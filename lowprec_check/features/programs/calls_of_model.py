@@ -131,6 +131,9 @@ class CallsOfModel:
         self._largest: dict[str, tuple[float, int]] = {}
         """By the path of an input, its largest value and the call that had it."""
         self._state = StateOfModule(module)
+        self.writes = False
+        """Whether one of the first two calls wrote to its inputs."""
+        self._given: list[tuple[Tensor, float]] = []
 
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any], line: str | None) -> int:
         """Count a call that is about to be made, and keep it if it differs from those before."""
@@ -143,6 +146,8 @@ class CallsOfModel:
 
         state = self._state.before_call()
         args, kwargs = map_tensors((args, kwargs), noted)  # the program may change containers later
+        if self.count <= 2:
+            self._given = [(tensor, version_of(tensor)) for tensor in tensors]
         form = [(tensor.dtype, *(size.bit_length() for size in tensor.shape)) for tensor in tensors]
         call = CallCopy(self.count, line, args, kwargs, form, state)
         is_larger = self._is_larger(_outer_tensors((args, kwargs)), self.count)
@@ -159,12 +164,28 @@ class CallsOfModel:
     def returned(self, number: int, output: Any) -> None:
         """Keep a call for what it returned, and of the state of the module what changes."""
         self._state.after_call()
+        self.writes |= any(version_of(tensor) != version for tensor, version in self._given)
+        self._given = []
         if number == 1 and self._kept:
             self._kept[0] = self._changing_only(self._kept[0])
         is_larger = self._is_larger(((_OUTPUT, tensor) for _, tensor in _outer_tensors(output)), number)
         if is_larger and self._last is not None and self._last[0].number == number and self._is_as_it_was():
             self._keep(self._last[0])
             self._last = None
+
+    def failed(self, number: int) -> None:
+        """A call ended by an exception: it is as if it were not made."""
+        for call in self._kept:
+            if call.number == number:
+                self._room.give_back(call.taken)
+        self._kept = [call for call in self._kept if call.number != number]
+        if self._last is not None and self._last[0].number == number:
+            self._last = None
+        self._largest = {name: largest for name, largest in self._largest.items() if largest[1] != number}
+        if number == self.count:  # else another thread has made the next one
+            self.count -= 1
+        if not self.count:
+            self._state = StateOfModule(self.module)
 
     def forget(self) -> None:
         """Give back the memory of what is kept."""

@@ -14,8 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from lowprec_check.engine.model.user_surroundings import replaced
+from lowprec_check.torchkit.devices import default_generator
+from lowprec_check.torchkit.dispatch_mode import is_without_values
 from lowprec_check.torchkit.floating_dtypes import NARROW
 from lowprec_check.torchkit.source_location import own_line
 
@@ -38,22 +41,34 @@ class Draws:
         with contextlib.ExitStack() as stack:
             for names, draw in ((_NEW, self._new), (_LIKE, self._like)):
                 for name in names:
-                    stack.enter_context(replaced(torch, name, functools.partial(draw, getattr(torch, name))))
+                    stack.enter_context(replaced(torch, name, draw(getattr(torch, name))))
             for name in _IN_PLACE:
                 stack.enter_context(replaced(Tensor, name, self._in_place(getattr(Tensor, name))))
             yield
 
-    def _new(self, function: Callable[..., Tensor], *size: Any, **options: Any) -> Tensor:
-        dtype = options.get("dtype") or torch.get_default_dtype()
-        if dtype not in NARROW or options.get("out") is not None:
-            return function(*size, **options)
-        return self._drawn(function, dtype, size, options)
+    def _new(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(function)
+        def draw(*size: Any, **options: Any) -> Tensor:
+            if is_compiling() or is_without_values():
+                return function(*size, **options)
+            dtype = options.get("dtype") or torch.get_default_dtype()
+            if dtype not in NARROW or options.get("out") is not None:
+                return function(*size, **options)
+            return self._drawn(function, dtype, size, options)
 
-    def _like(self, function: Callable[..., Tensor], tensor: Tensor, **options: Any) -> Tensor:
-        dtype = options.get("dtype") or tensor.dtype
-        if dtype not in NARROW:
-            return function(tensor, **options)
-        return self._drawn(function, dtype, (tensor,), options)
+        return draw
+
+    def _like(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(function)
+        def draw(tensor: Tensor, **options: Any) -> Tensor:
+            if is_compiling() or is_without_values():
+                return function(tensor, **options)
+            dtype = options.get("dtype") or tensor.dtype
+            if dtype not in NARROW:
+                return function(tensor, **options)
+            return self._drawn(function, dtype, (tensor,), options)
+
+        return draw
 
     def _drawn(self, function: Callable[..., Tensor], dtype: torch.dtype, args: Any, options: dict[str, Any]) -> Tensor:
         """New numbers of fp32, rounded."""
@@ -63,7 +78,7 @@ class Draws:
         if torch.device(device).type == "meta":  # it has no numbers
             return function(*args, **{**options, "dtype": dtype})
         requires_grad = options.pop("requires_grad", False)
-        with _same_state(options.get("generator") or _default_generator(torch.device(device))):
+        with _same_state(options.get("generator") or default_generator(device)):
             by_itself = function(*args, **{**options, "dtype": dtype})
         numbers = function(*args, **{**options, "dtype": torch.float32})
         self._note(by_itself, numbers)
@@ -72,9 +87,9 @@ class Draws:
     def _in_place(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @functools.wraps(function)
         def draw(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
-            if tensor.dtype not in NARROW or tensor.is_meta:
+            if is_compiling() or is_without_values() or tensor.dtype not in NARROW or tensor.is_meta:
                 return function(tensor, *args, **options)
-            with _same_state(options.get("generator") or _default_generator(tensor.device)):
+            with _same_state(options.get("generator") or default_generator(tensor.device)):
                 by_itself = function(tensor.detach().clone(), *args, **options)
             numbers = function(torch.empty_like(tensor, dtype=torch.float32), *args, **options)
             self._note(by_itself, numbers)
@@ -88,15 +103,6 @@ class Draws:
         line = own_line(sys._getframe(2))
         if line is not None and line not in self.lines and bool(difference.any()):
             self.lines.append(line)
-
-
-def _default_generator(device: torch.device) -> torch.Generator:
-    if device.type == "cpu":
-        return torch.default_generator
-    module = torch.get_device_module(device)
-    number = module.current_device() if device.index is None else device.index
-    generator: torch.Generator = module.default_generators[number]
-    return generator
 
 
 @contextlib.contextmanager

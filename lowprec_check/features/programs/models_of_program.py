@@ -28,8 +28,10 @@ from lowprec_check.features.programs.first_calls import PlacingWatcher, names_of
 from lowprec_check.features.programs.module_state import State, restore_state
 from lowprec_check.features.programs.program_options import check_fits
 from lowprec_check.features.programs.program_scan import FirstCall, ProgramScan, ScannedModel
+from lowprec_check.features.programs.watching import is_model
 from lowprec_check.process import Isolation
 from lowprec_check.schema.options import ScanOptions
+from lowprec_check.schema.statements import agree, some
 from lowprec_check.torchkit.source_location import is_own_file
 
 _STATE = "state_of_call"
@@ -51,6 +53,8 @@ class ProgramModel:
     """Its class, and which of this class it is."""
     place: FirstCall
     """Where it is called first."""
+    writes: bool
+    """Whether it writes to what it is called with."""
 
     def target(self) -> Target:
         """What is scanned: the module on the kept calls, each a batch and from its own state."""
@@ -89,6 +93,8 @@ class WatchedProgram:
         self.on_progress: OnProgress | None = None
         self._watcher = PlacingWatcher(wanted)
         self._names: dict[int, str] = {}
+        self._unseen: list[str] = []
+        """Variables with models whose calls cannot be seen."""
 
     @contextlib.contextmanager
     def watching(self, variables: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
@@ -96,16 +102,28 @@ class WatchedProgram:
         with self._watcher.watching():
             yield
         self._names = names_of_modules(variables())
+        self._unseen = [
+            name
+            for name, value in variables().items()
+            if is_model(value) and type(value).__call__ is not nn.Module.__call__
+        ]
 
     @property
     def models(self) -> tuple[ProgramModel, ...]:
         """The models, in the order of their first calls."""
-        models = [self._model(key, calls) for (key, _), calls in self._watcher.models.items()]
+        called = [(key, calls) for (key, _), calls in self._watcher.models.items() if calls.count]
+        models = [self._model(key, calls) for key, calls in called]
         names = Counter(model.name for model in models)
-        return tuple(
+        models = [
             dataclasses.replace(model, name=f"{model.name} at {model.place.line}") if names[model.name] > 1 else model
             for model in models
-        )
+        ]
+        names, numbers = Counter(model.name for model in models), Counter[str]()
+        for at, model in enumerate(models):
+            if names[model.name] > 1:  # made one after another, as in a loop
+                numbers[model.name] += 1
+                models[at] = dataclasses.replace(model, name=f"{model.name}, {numbers[model.name]}")
+        return tuple(models)
 
     def _model(self, key: str, calls: CallsOfModel) -> ProgramModel:
         module, method = calls.module, calls.method
@@ -113,7 +131,7 @@ class WatchedProgram:
         name = place.path or self._names.get(id(module), type(module).__name__)
         if method:
             name = f"{name}.{method}"
-        return ProgramModel(name, module, method, calls.count, tuple(calls.kept()), key, place)
+        return ProgramModel(name, module, method, calls.count, tuple(calls.kept()), key, place, calls.writes)
 
     def scan(self, **options: Any) -> ProgramScan:
         """Scan each model on its kept calls, with the options of :func:`lowprec_check.scan`.
@@ -143,6 +161,7 @@ class WatchedProgram:
                     key=model.key,
                     method=model.method,
                     place=model.place,
+                    writes=model.writes,
                 )
                 for model in self.models
             ],
@@ -157,6 +176,12 @@ class WatchedProgram:
         """Yield the result after each model; of those with the same calls, that of ``earlier``."""
         models, result = self.models, self.seen()
         if not models:
+            if self._unseen:
+                have = agree(len(self._unseen), "has a `__call__` of its", "have a `__call__` of their")
+                problem = f"No call of a model was seen: {some(self._unseen)} {have} own."
+                raise UsageError(
+                    problem, "Let the class inherit `__call__` from torch.nn.Module, and define `forward`."
+                )
             problem = "No model was called: no torch.nn.Module with parameters."
             raise UsageError(problem, "Call the models of the program while it is watched.")
         yield result

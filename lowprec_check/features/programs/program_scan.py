@@ -14,6 +14,9 @@ RECOMMENDED, AGAIN = "each as recommended", "fp32 again"
 """Names of runs of the program."""
 OTHER_INTEGERS = "gets other integers than in fp32, such as tokens: a choice before it differs"
 """The note of a call that is not to blame for its error."""
+NO_SUCH_CALL = "fp32 makes no such call"
+NOTHING = "returns nothing that can be compared"
+"""Notes of calls that tell nothing."""
 
 
 class FirstCall(Struct, frozen=True):
@@ -29,6 +32,8 @@ class FirstCall(Struct, frozen=True):
     """Methods of the pipeline that set precisions."""
     takes_low: bool = False
     """Whether it may be cast without its inputs: a package gives them, or they are integers."""
+    is_double: bool = False
+    """Whether it has weights in fp64."""
 
 
 class ScannedModel(Struct, frozen=True):
@@ -52,6 +57,8 @@ class ScannedModel(Struct, frozen=True):
     """What of it is called; empty for the module itself."""
     place: FirstCall | None = None
     """Where it is called first."""
+    writes: bool = False
+    """Whether it writes to what it is called with, such as a cache."""
 
 
 class OtherChoice(Struct, frozen=True):
@@ -148,6 +155,8 @@ class ProgramRun(Struct, frozen=True):
     """
     weight_bytes: int = 0
     """Of the parameters and buffers of the models."""
+    calls_of_fp32: int = 0
+    """How many calls fp32 makes."""
     variables: list[VariableError] = []
     """Those of ``--compare``."""
     code: list[PastedCode] = []
@@ -161,10 +170,27 @@ class ProgramRun(Struct, frozen=True):
         return max(PRECISIONS.get(name).tolerance for name in self.precisions)
 
     @property
+    def last(self) -> CallError | None:
+        """Its last call that returns something to compare."""
+        return next((error for error in reversed(self.errors) if error.note != NOTHING), None)
+
+    @property
+    def too_few(self) -> str:
+        """What it says if it does not make all calls of fp32; else empty."""
+        made = sum(error.note != NO_SUCH_CALL for error in self.errors)
+        return f"makes {made} of fp32's {self.calls_of_fp32} calls" if made < self.calls_of_fp32 else ""
+
+    @property
     def passes(self) -> bool:
-        """Whether its last output, and the variables that are compared, are those of fp32."""
-        if self.problem or not self.errors or self.errors[-1].exceeds(self.tolerance):
+        """Whether its last output, and the variables that are compared, are those of fp32.
+
+        Without variables it makes all calls of fp32; with them, a loop may end sooner.
+        """
+        last = self.last
+        if self.problem or not self.errors or (last is not None and last.exceeds(self.tolerance)):
             return False
+        if not self.variables:
+            return last is not None and not self.too_few
         return all(each.error is not None and each.error <= self.tolerance for each in self.variables)
 
     @property

@@ -15,13 +15,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from types import FrameType, FunctionType
 from typing import Any
 
-import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.compiler import is_compiling
 
 from lowprec_check.engine.model.model_making import made_by_constructor, part_of_making
 from lowprec_check.engine.model.user_surroundings import replaced
 from lowprec_check.features.programs.calls_of_model import PART_OF_MEMORY, CallsOfModel, Room
 from lowprec_check.schema.statements import counted
+from lowprec_check.torchkit.dispatch_mode import is_without_values
 from lowprec_check.torchkit.pytree import map_tensors
 from lowprec_check.torchkit.source_location import is_own_file, own_line
 
@@ -51,17 +53,20 @@ class CallWatcher:
         self._room = Room()
         self._counts: dict[tuple[nn.Module, str], bool] = {}
         """Whether a method of a module counted when it was called first."""
+        self._is_watching = False
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Inside, calls are seen."""
-        is_compiling, threads, torch_call = torch.compiler.is_compiling, self._threads, nn.Module.__call__
+        threads, torch_call = self._threads, nn.Module.__call__
         is_plain = torch_call is nn.Module._wrapped_call_impl
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if is_compiling():
                 return torch_call(module, *args, **kwargs)
             if not threads.is_inside:
+                if is_without_values() or not self._is_watching:
+                    return torch_call(module, *args, **kwargs)
                 return self._call(module, args, kwargs, torch_call)
             # Most calls are made by another model. What torch does, without one function more
             if is_plain and module._compiled_call_impl is None:
@@ -69,7 +74,11 @@ class CallWatcher:
             return torch_call(module, *args, **kwargs)
 
         with _public_methods(self._method, threads), replaced(nn.Module, "__call__", call):
-            yield
+            self._is_watching = True
+            try:
+                yield
+            finally:  # the program may have kept a method as it is here
+                self._is_watching = False
 
     def key_of(self, module: nn.Module, *, keep: bool = True) -> str:
         """``UNet#1`` for the second model of this class that is called; ``keep`` if it is."""
@@ -138,19 +147,24 @@ class CallWatcher:
     ) -> Any:
         """The result of a call that counts."""
         noted = self.note(module, method, args, kwargs, own_line(frame))
-        with self._threads.inside():
-            output = self.computed(module, method, args, kwargs, call)
+        try:
+            with self._threads.inside():
+                output = self.computed(module, method, args, kwargs, call)
+        except BaseException:
+            if noted is not None:
+                with self._lock:
+                    noted[0].failed(noted[1])
+            raise
         if noted is not None:
-            calls, number = noted
             with self._lock:
-                calls.returned(number, output)
+                noted[0].returned(noted[1], output)
         return output
 
     def _method(
         self, function: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """The result of a call of a method; noted if no other model makes it, and it calls some."""
-        if not is_model(module):
+        if is_without_values() or not self._is_watching or not is_model(module):
             return function(module, *args, **kwargs)
         name, frame = function.__name__, sys._getframe(2)
         counts = self.counts(module, name)
@@ -162,13 +176,16 @@ class CallWatcher:
             calls = CallsOfModel(module, name, self._room, self._wanted.get(key, ()))
             calls.note(args, kwargs, own_line(frame))
         method = self._threads.method = _Method(module, calls_itself=counts is False)
-        output = None
         try:
             output = function(module, *args, **kwargs)
+        except BaseException:
+            if calls is not None:
+                calls.forget()
+            raise
         finally:
             self._threads.method = None
-            if calls is not None:
-                self._found(name, method, calls, output, args, kwargs)
+        if calls is not None:
+            self._found(name, method, calls, output, args, kwargs)
         return output
 
     def _found(self, name: str, method: _Method, calls: CallsOfModel, output: Any, args: Any, kwargs: Any) -> None:
@@ -214,13 +231,17 @@ class _Method:
 
 def is_model(module: Any) -> bool:
     """Whether it has parameters; not in its own constructor."""
-    is_made = isinstance(module, nn.Module) and "_modules" in vars(module)
-    return is_made and next(module.parameters(), None) is not None
+    weight = None
+    if isinstance(module, nn.Module) and getattr(module, "_modules", None) is not None:
+        weight = next(module.parameters(), None)
+    return weight is not None and not isinstance(weight, FakeTensor)
 
 
 def _is_tried(module: nn.Module, frame: FrameType) -> bool:
-    """Whether a constructor, or a library that makes models, tries a part of one for its shape."""
-    if made_by_constructor(frame):
+    """Whether a constructor, or a library that makes models, tries a part of one for its shape, or
+    ``torch.jit.trace`` checks what it recorded.
+    """
+    if made_by_constructor(frame) or frame.f_globals.get("__name__") == "torch.jit._trace":
         return True
     return not is_own_file(frame.f_code.co_filename) and part_of_making(module, frame) is not None
 
@@ -274,7 +295,7 @@ def _subclasses(kind: type) -> set[type]:
 def _watched(function: FunctionType, call: Callable[..., Any], threads: _Thread) -> Any:
     @functools.wraps(function)
     def method(*args: Any, **kwargs: Any) -> Any:
-        if not args or torch.compiler.is_compiling() or threads.is_inside or threads.method is not None:
+        if not args or is_compiling() or threads.is_inside or threads.method is not None:
             return function(*args, **kwargs)
         return call(function, args[0], args[1:], kwargs)
 

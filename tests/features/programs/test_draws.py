@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # knows functions as they are when it is imported
 from torch import Tensor
 
 from lowprec_check.features.programs.draws import Draws
@@ -88,3 +89,34 @@ def test_tensors_without_numbers_are_drawn_as_they_are() -> None:
         drawn = torch.randn(2, 3, dtype=torch.float16, device="meta")
         assert torch.rand_like(drawn).is_meta
         assert drawn.normal_().is_meta
+
+
+class Noisy(torch.nn.Module):
+    """Adds noise in the dtype of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn(4, dtype=x.dtype) + torch.rand_like(x) + torch.empty_like(x).normal_()
+
+
+def test_functions_that_are_compiled_or_transformed_draw_as_before() -> None:
+    noisy, x = Noisy(), torch.ones(2, 4, dtype=torch.bfloat16)
+
+    def compiled() -> Any:
+        return torch.compile(Noisy(), fullgraph=True, backend="eager")(x)
+
+    def mapped() -> Any:
+        return torch.func.vmap(noisy, randomness="different")(x)
+
+    def traced() -> Any:
+        graph = torch.jit.trace(noisy, x, check_trace=False).graph
+        return [node.kind() for node in graph.nodes()]
+
+    for transformed in (compiled, mapped, traced):
+        torch.manual_seed(5)
+        expected = transformed()
+        torch.manual_seed(5)
+        with Draws().as_in_fp32():
+            found = transformed()
+        assert str(found) == str(expected)
+    with Draws().as_in_fp32():
+        assert torch.randn.__name__ == "randn"
