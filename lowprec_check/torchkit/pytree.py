@@ -265,6 +265,20 @@ def tensors_by_code(value: Any, code: str) -> list[tuple[str, torch.Tensor]]:
     return tensors
 
 
+def texts_in(value: Any, above: frozenset[int] = frozenset()) -> list[str]:
+    """All text inside ``value``, with keys of mappings, in a stable order; cycles only once."""
+    if isinstance(value, str):
+        return [value]
+    if type(value) in _ATOMS or issubclass(type(value), torch.Tensor) or id(value) in above:
+        return []
+    texts: list[str] = []
+    for key, child in _children(value):
+        if isinstance(key, str) and issubclass(type(value), Mapping):
+            texts.append(key)
+        texts += texts_in(child, above | {id(value)})
+    return texts
+
+
 Copies = dict[int, tuple[Any, Any]]
 """By the id of an object, the object and its copy."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import signal
 from collections.abc import Callable, Iterable, Sequence
@@ -19,14 +21,15 @@ from lowprec_check.engine.model.plain_run import judge
 from lowprec_check.engine.model.prepared import Application, application_of
 from lowprec_check.engine.model.user_code import parameters_of
 from lowprec_check.features.programs.assignments import Assignment, Assignments
-from lowprec_check.features.programs.program_scan import OTHER_INTEGERS, CallError, OtherChoice
+from lowprec_check.features.programs.module_state import version_of
+from lowprec_check.features.programs.program_scan import NO_SUCH_CALL, NOTHING, OTHER_INTEGERS, CallError, OtherChoice
 from lowprec_check.features.programs.watching import CallWatcher
 from lowprec_check.process import system
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.torchkit.devices import synchronize
 from lowprec_check.torchkit.floating_dtypes import NARROW, torch_dtype
 from lowprec_check.torchkit.output_comparison import same_bits
-from lowprec_check.torchkit.pytree import Copies, leaves, map_tensors, refill, stored
+from lowprec_check.torchkit.pytree import Copies, leaves, map_tensors, refill, stored, texts_in
 
 MOST_ELEMENTS, MOST_BYTES = 1 << 20, 1 << 30
 """Of the outputs of a call that are compared, evenly spaced; of the outputs of all calls."""
@@ -69,7 +72,8 @@ class ProgramCaster(CallWatcher):
         """Called when the calls end that fp32 makes too."""
         self._most, self.is_ending = most, False
         self._elements = min(MOST_ELEMENTS, max(1, MOST_BYTES // (4 * max(calls, 1))))
-        self._applied: dict[str, Application] = {}
+        self._applied: dict[str, tuple[Application, torch.dtype]] = {}
+        """With the dtype that the weights had, in which the program gets the outputs."""
         self._numbers: dict[tuple[str, str], int] = {}
 
     def counts(self, module: nn.Module, method: str) -> bool | None:
@@ -91,47 +95,50 @@ class ProgramCaster(CallWatcher):
                 signal.setitimer(signal.ITIMER_REAL, _SOON)
             number = self._numbers.get((key, method), 0) + (not is_beyond)
             self._numbers[key, method] = number
-        assignment, device = self._choices.get(key), next(module.parameters()).device
-        application, copies = None, Copies()
+        assignment, weight = self._choices.get(key), next(module.parameters())
+        device = weight.device
+        application, cast, dtype = None, None, torch.promote_types(weight.dtype, torch.float32)
         if assignment is not None and assignment.precision != "fp32":
-            application = self._application(key, assignment, module)
+            application, dtype = self._application(key, assignment, module)
+            parameters = tuple(parameters_of(getattr(module, method or "forward")))
+            in_fp32 = tensors_named(application.keep_fp32_inputs, args, kwargs, parameters)
+            cast = functools.partial(_as_input, application, in_fp32)
         elif (
             self._is_mixed
-            and next(module.parameters()).dtype not in NARROW
+            and weight.dtype not in NARROW
             and any(tensor.dtype in NARROW for _, tensor in leaves((args, kwargs)))
         ):
             # The program gives it the dtype of another model
-            args, kwargs = map_tensors((args, kwargs), _in_fp32, copies)
+            cast = functools.partial(_in_dtype, dtype=dtype)
         integers = [
             _sample(tensor, _INTEGERS) for _, tensor in leaves((args, kwargs)) if not tensor.is_floating_point()
         ]
         synchronize(device)
         start = system.monotonic()
-        if application is None:
-            output = call(module, *args, **kwargs)
-            if copies:
-                output = map_tensors(output, _in_fp32, refill(copies, _in_fp32))
-        else:
-            parameters = tuple(parameters_of(getattr(module, method or "forward")))
-            in_fp32 = tensors_named(application.keep_fp32_inputs, args, kwargs, parameters)
-            cast_args, cast_kwargs = _cast(application, in_fp32, args, kwargs, copies)
-            with application.context(device.type):
-                output = call(module, *cast_args, **cast_kwargs)
-            # A cache that the call fills is that of the program
-            output = map_tensors(output, _in_fp32, refill(copies, _in_fp32))
+        try:
+            with application.context(device.type) if application is not None else contextlib.nullcontext():
+                if cast is None:
+                    output = call(module, *args, **kwargs)
+                else:
+                    output = _called(functools.partial(call, module), args, kwargs, cast, dtype)
+        except Exception:
+            with self._lock:  # the program may try again
+                self._numbers[key, method] -= not is_beyond
+            raise
         if is_beyond:
             return output
         synchronize(device)
         seconds = system.monotonic() - start
-        named = list(leaves(output))
+        named, texts = list(leaves(output)), list[str]()
+        if not named:
+            named, texts = list(leaves(output, numbers=True)), texts_in(output)
         most = max(self._elements // max(len(named), 1), 1)
         form = self._asked._replace(kind=type(output).__name__, paths=tuple(path for path, _ in named))
         if any(tensor.numel() > most for _, tensor in named):  # parts have no meaning
             form = form._replace(judge=RELATIVE_ERROR)
         tensors = OutputTensors((_sample(tensor, most) for _, tensor in named), form)
-        self.errors.append(
-            msgspec.structs.replace(self._compared(key, method, number, integers, tensors), seconds=seconds)
-        )
+        error = self._compared(key, method, number, integers, tensors, texts)
+        self.errors.append(msgspec.structs.replace(error, seconds=seconds))
         return output
 
     def weight_bytes(self) -> int:
@@ -148,14 +155,17 @@ class ProgramCaster(CallWatcher):
         module = next((module for module, other in self._keys.values() if other == key), None)
         return precision.kind != "cast" or module is None or any(p.dtype == dtype for p in module.parameters())
 
-    def _application(self, key: str, assignment: Assignment, module: nn.Module) -> Application:
+    def _application(self, key: str, assignment: Assignment, module: nn.Module) -> tuple[Application, torch.dtype]:
         if key not in self._applied:
             application = application_of(PRECISIONS.get(assignment.precision))
             application.keep_fp32_inputs = tuple(assignment.keep_fp32_inputs)
             keep_fp32 = list(dict.fromkeys([*assignment.keep_fp32, *self._nested_in_fp32(module)]))
+            dtype = next(module.parameters()).dtype
+            if not dtype.is_floating_point or dtype.itemsize < 2:
+                dtype = torch.float32
             with torch.no_grad():
                 application.apply(module, next(module.parameters()).device.type, keep_fp32)
-            self._applied[key] = application
+            self._applied[key] = application, dtype
         return self._applied[key]
 
     def _nested_in_fp32(self, module: nn.Module) -> list[str]:
@@ -164,22 +174,29 @@ class ProgramCaster(CallWatcher):
         parts = ((path, self._keys.get(id(part), (part, ""))[1]) for path, part in module.named_modules())
         return [path for path, key in parts if path and key in in_fp32]
 
-    def _compared(self, key: str, method: str, number: int, integers: list[Tensor], output: OutputTensors) -> CallError:
+    def _compared(
+        self, key: str, method: str, number: int, integers: list[Tensor], output: OutputTensors, texts: list[str]
+    ) -> CallError:
         """A call compared with that of fp32, by its inputs that are integers and by its output."""
         file = self._outputs / f"{key}.{method}-{number}.pt"
         if self._saves:
-            torch.save((integers, [*output]), file)
+            torch.save((integers, [*output], texts), file)
             return CallError(key, number, 0.0, method=method)
         if not file.exists():
-            return CallError(key, number, None, note="fp32 makes no such call", method=method)
-        integers_of_fp32, output_of_fp32 = torch.load(file)
+            return CallError(key, number, None, note=NO_SUCH_CALL, method=method)
+        integers_of_fp32, output_of_fp32, texts_of_fp32 = torch.load(file)
+        other = "" if same_bits(integers, integers_of_fp32) else OTHER_INTEGERS
+        if texts != texts_of_fp32:
+            return CallError(key, number, 1.0, False, other, method, 0.0, "another text", "another text")
+        if not output and not output_of_fp32:
+            if texts:
+                return CallError(key, number, 0.0, False, other, method, 0.0, "the same text", "equal")
+            return CallError(key, number, 0.0, note=other or NOTHING, method=method)
         _, compared = judge(output, OutputTensors(output_of_fp32, output.form), self._tolerance)
         choice = _other_choice(output, output_of_fp32)
-        error, note = None, compared.note or ""
+        error, note = None, other or compared.note or ""
         if math.isfinite(compared.distance):
             error = compared.distance
-        if not same_bits(integers, integers_of_fp32):
-            note = OTHER_INTEGERS
         meaning = compared.error.meaning
         if meaning is None or not meaning.decides:
             return CallError(key, number, error, compared.nonfinite, note, method, choice=choice)
@@ -202,19 +219,40 @@ def _other_choice(output: OutputTensors, output_of_fp32: Sequence[Tensor]) -> Ot
     return None
 
 
-def _in_fp32(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in NARROW else tensor
+def _in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.dtype in NARROW else tensor
 
 
-def _cast(application: Application, in_fp32: Sequence[Tensor], args: Any, kwargs: Any, copies: Copies) -> Any:
-    """Inputs in the dtypes of a precision, but for those that stay in fp32."""
+def _as_input(application: Application, in_fp32: Sequence[Tensor], tensor: Tensor) -> Tensor:
+    """In the dtype of a precision, unless it stays in fp32."""
+    if any(tensor is other for other in in_fp32):
+        return tensor
+    return tensor.to(application.dtype_of_input(tensor))
 
-    def cast(tensor: Tensor) -> Tensor:
-        if any(tensor is other for other in in_fp32):
-            return tensor
-        return tensor.to(application.dtype_of_input(tensor))
 
-    return map_tensors((args, kwargs), cast, copies)
+def _called(
+    call: Callable[..., Any], args: Any, kwargs: Any, cast: Callable[[Tensor], Tensor], dtype: torch.dtype
+) -> Any:
+    """What ``call`` returns for inputs that are ``cast``, in the ``dtype`` of the program.
+
+    What it writes to them, as to a cache or ``out``, is given to those of the program.
+    """
+    copies, cast_tensors = Copies(), dict[int, tuple[Tensor, Tensor, float]]()
+
+    def copied(tensor: Tensor) -> Tensor:
+        if id(tensor) not in cast_tensors:
+            copy = cast(tensor)
+            cast_tensors[id(tensor)] = tensor, copy, version_of(copy)
+        return cast_tensors[id(tensor)][1]
+
+    cast_args, cast_kwargs = map_tensors((args, kwargs), copied, copies)
+    output = call(*cast_args, **cast_kwargs)
+    with torch.inference_mode():  # also to tensors that were made in it
+        for tensor, copy, version in cast_tensors.values():
+            if copy is not tensor and version_of(copy) != version:
+                tensor.copy_(copy)
+    in_dtype = functools.partial(_in_dtype, dtype=dtype)
+    return map_tensors(output, in_dtype, refill(copies, in_dtype))
 
 
 def _sample(tensor: Tensor, most: int) -> Tensor:

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 import msgspec
+import torch
 from torch import nn
 
 from lowprec_check.features.programs.program_scan import FirstCall
@@ -78,7 +79,8 @@ def place_of(module: nn.Module, frame: FrameType | None, *, takes_floats: bool =
                 switches = [method for method in ("upcast_vae",) if hasattr(value, method)]
                 break
         line = show_line(at.f_code.co_filename, at.f_lineno)
-        return FirstCall(line, path, pipeline, switches, by_package or not takes_floats)
+        is_double = any(weight.dtype == torch.float64 for weight in module.parameters())
+        return FirstCall(line, path, pipeline, switches, by_package or not takes_floats, is_double)
     return FirstCall(show_line(own[0].f_code.co_filename, own[0].f_lineno) if own else "")
 
 

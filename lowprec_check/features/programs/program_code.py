@@ -48,6 +48,17 @@ _CAST_UNLESS_NAMED = """\
 args = [low(value, f"inputs[{i}]", *names[i : i + 1]) for i, value in enumerate(args)]
         kwargs = {name: low(value, name) for name, value in kwargs.items()}"""
 
+_RETURN = """\
+        return tree_map_only(torch.Tensor, to_fp32, call(*args, **kwargs))
+"""
+_RETURN_WRITTEN = """\
+        output = call(*args, **kwargs)
+        for value, copy in zip(given, tree_leaves((args, kwargs))):  # to which the call may write
+            if torch.is_tensor(value) and value is not copy and not torch.equal(to_low(value), copy):
+                value.copy_(copy)
+        return tree_map_only(torch.Tensor, to_fp32, output)
+"""
+
 _UNDER_AUTOCAST = """\
 def under_autocast(model, method, dtype):  # give fp32 to the caller
     from functools import wraps
@@ -74,6 +85,10 @@ def why_no_code(program: ProgramScan, assigned: Assignments) -> str:
     for model in _cast_models(program.models, assigned):
         place = model.place or FirstCall("")
         if not place.path:
+            beside = {other.key for other in program.models if other.place and other.place.line == place.line}
+            if place.line and len(beside) > 1:
+                several = f"several models are called at {place.line}, not each by a variable of its own"
+                return f"There is no code to paste: {several}."
             where = f" at {place.line}" if place.line else ""
             return f"There is no code to paste: no variable of the script reaches {model.name}, called{where}."
         if _file(place, program.target) is None:
@@ -197,6 +212,12 @@ def _at_borders(models: Sequence[ScannedModel], assigned: Assignments) -> list[P
         assert place is not None
         lines = by_line.setdefault(place.line, [])
         helper, call = _border(model, assignment)
+        if any(other.writes for other in models) and _RETURN in helper:
+            helper = helper.replace("import tree_map_only", "import tree_leaves, tree_map_only")
+            helper = helper.replace("**kwargs):\n", "**kwargs):\n        given = tree_leaves((args, kwargs))\n")
+            helper = helper.replace(_RETURN, _RETURN_WRITTEN)
+        if place.is_double:
+            helper = helper.replace("t.float()", "t.double()").replace("to_fp32", "to_fp64").replace(" fp32 ", " fp64 ")
         # That with the parameter `in_fp32`, which is longer, serves all
         functions, name = helpers.setdefault(place.line, {}), helper.partition("(")[0]
         functions[name] = max(functions.get(name, ""), helper, key=len)

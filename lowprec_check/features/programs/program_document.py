@@ -11,6 +11,7 @@ from lowprec_check.analysis.statements.advice import verdict
 from lowprec_check.features.programs.assignments import recommended_assignment
 from lowprec_check.features.programs.program_scan import (
     AGAIN,
+    NOTHING,
     OTHER_INTEGERS,
     RECOMMENDED,
     CallError,
@@ -118,8 +119,8 @@ def _program_runs(program: ProgramScan) -> Iterator[Block]:
     rows = []
     for run in program.runs:
         last = None
-        if run.errors and not run.problem:
-            error = run.errors[-1]
+        error = run.last
+        if error is not None and not run.problem:
             limit = run.tolerance if error.limit is None else error.limit
             last = ErrorOf(math.inf if error.error is None else error.error, limit, error.shown)
         tag = "recommended" if run.name == RECOMMENDED else ""
@@ -185,20 +186,22 @@ def _verdict(program: ProgramScan) -> Iterator[Block]:
         if why:
             yield Say(f"{why}.", "bad", "verdict")
         return
-    name, last = _name_of(run, program.models), run.errors[-1] if run.errors else None
+    name, last = _name_of(run, program.models), run.last
     compared = ", ".join(f"{each.name} {_difference(each)}" for each in run.variables)
     memory = ""
     fp32_bytes = next((other.weight_bytes for other in program.runs if other.name == AGAIN), 0)
-    if 0 < run.weight_bytes < fp32_bytes:
+    if 0 < run.weight_bytes < fp32_bytes and not run.too_few:  # some models may not be called
         memory = f", {run.weight_bytes / fp32_bytes:.2f} of the memory of weights"
     if run.speed is not None:
         pace = f"{run.speed:.1f} times as fast" if run.speed > 1 else f"{1 / run.speed:.1f} times as slow"
         memory = f", about {pace}{memory}"
     if run.is_late:
         yield Say(f"{name}: not compared with fp32: {run.problem}.", "bad", "verdict")
-    elif not run.passes or last is None or last.error is None:
-        yield Say(f"{name}: not the result of fp32{fill(': {}', compared)}.", "bad", "verdict")
-    elif compared:
+    elif last is None and not compared and run.errors and not run.problem:
+        yield Say(f"{name}: no model {NOTHING}; pass --compare.", "bad", "verdict")
+    elif not run.passes:
+        yield Say(f"{name}: not the result of fp32{fill(': {}', compared or run.too_few)}.", "bad", "verdict")
+    elif compared or last is None or last.error is None:
         yield Say(f"{name}: {compared}{memory}.", "good", "verdict")
     elif last.meaning:
         yield Say(f"{name}: the last output is as in fp32: {last.meaning}{memory}.", "good", "verdict")
@@ -256,7 +259,7 @@ def where_it_parts(run: ProgramRun, models: Sequence[ScannedModel]) -> str | Non
         return run.problem
     error = run.first_error
     if error is None:
-        return None
+        return run.too_few or None
     what = error.note
     if error.nonfinite:
         what = "has NaN or Inf"

@@ -155,7 +155,10 @@ class _Runs:
         except (UsageError, ProcessLostError) as error:
             run = ProgramRun("", [], problem=first_line(message_of(error)))
         precisions = [assigned[model.key].precision if assigned else "fp32" for model in program.models]
-        return msgspec.structs.replace(run, name=name, precisions=precisions, code=[*pasted])
+        calls_of_fp32 = most if assigned and most is not None else 0
+        return msgspec.structs.replace(
+            run, name=name, precisions=precisions, code=[*pasted], calls_of_fp32=calls_of_fp32
+        )
 
     def _session(self, load: Callable[[TargetSpec, Any], Any], name: str = "") -> Session[ScanOptions]:
         # The process ends the program before, and says so

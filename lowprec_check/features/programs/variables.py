@@ -14,7 +14,7 @@ from torch import Tensor
 from lowprec_check.errors import UsageError
 from lowprec_check.features.programs.program_scan import VariableError
 from lowprec_check.torchkit.output_comparison import compare_outputs
-from lowprec_check.torchkit.pytree import leaves
+from lowprec_check.torchkit.pytree import leaves, texts_in
 
 _PEAK = 255.0
 """The largest value of a pixel of 8 bits."""
@@ -32,7 +32,7 @@ def check_variables(names: Sequence[str], variables: Mapping[str, Any], *, was_s
                 f"--compare {name}: the script has no variable {name} at its end.",
                 "Name a variable of the file itself, not one of a function.",
             )
-        if not isinstance(variables[name], str) and not _tensors(variables[name]):
+        if not texts_in(variables[name]) and not _tensors(variables[name]):
             kind = type(variables[name]).__name__
             raise UsageError(
                 f"--compare {name}: {kind} has no tensors, arrays, numbers or pictures.",
@@ -55,7 +55,7 @@ class VariableComparison:
         for number, name in enumerate(self._names):
             value = variables().get(name)
             file = self._folder / f"variable-{number}.pt"
-            kept = {"tensors": _tensors(value), "text": value if isinstance(value, str) else None}
+            kept = {"tensors": _tensors(value), "texts": texts_in(_pictures_as_arrays(value))}
             if self._saves:
                 if name in variables():
                     torch.save(kept, file)
@@ -68,14 +68,14 @@ class VariableComparison:
 
 
 def _compared(name: str, value: Mapping[str, Any], reference: Mapping[str, Any]) -> VariableError:
-    if value["text"] is not None and reference["text"] is not None:
-        if value["text"] == reference["text"]:
-            return VariableError(name, 0.0)
+    if value["texts"] != reference["texts"]:
         return VariableError(name, None, note="another text")
     tensors, others = value["tensors"], reference["tensors"]
     if [tensor.shape for tensor in tensors] != [tensor.shape for tensor in others]:
         return VariableError(name, None, note="of another shape")
-    is_picture = bool(others) and all(tensor.dtype == torch.uint8 and tensor.ndim >= 2 for tensor in others)
+    if not others:
+        return VariableError(name, 0.0)
+    is_picture = all(tensor.dtype == torch.uint8 and tensor.ndim >= 2 for tensor in others)
     if not is_picture:
         compared = compare_outputs(tensors, others)
         error = compared.distance if math.isfinite(compared.distance) else None
