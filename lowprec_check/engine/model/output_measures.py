@@ -77,17 +77,17 @@ class Figure(NamedTuple):
             return value
         if math.isinf(self.best):  # as of a ratio to no noise: what falls with the value, never to 0
             return math.exp(-math.asinh(math.copysign(1.0, self.best) * value))
-        lost = self.best - value
+        lost = self.best - value if self.has_least else value - self.best
         if self.unit == "own" and self.limit == self.best:  # on neither side: only an equal one passes
             return abs(lost)
-        return max(lost if self.has_least else -lost, 0.0)
+        return max(lost, 0.0)
 
     def shown(self, value: float) -> str:
         """A value with its unit."""
         if self.unit == "share":
             return percent(value)
         if self.unit == "dB":
-            return f"{value:.3g} dB"
+            return f"{value + 0.0:.3g} dB"  # not -0
         if self.unit in ("cosine", "own"):
             return f"{value:.4g}"
         return f"{value:.2g}"
@@ -168,7 +168,7 @@ def check_judge(name: str | None, limits: Sequence[str]) -> None:
         if measure == OWN and figure not in measures:
             continue
         if measure == OWN:
-            raise UsageError(f"A limit of {figure} is one of a figure.", f"Choose from: {_figures(figure)}.")
+            raise UsageError(f"The limit of {figure} needs a figure.", f"Choose from: {_figures(figure)}.")
         if measure not in measures:
             raise UsageError(
                 f"There is no measure {measure!r} with limits.", f"Choose from: {', '.join([*measures, OWN])}."

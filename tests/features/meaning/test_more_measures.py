@@ -101,6 +101,7 @@ def test_a_silent_channel_cannot_be_judged_by_its_noise(loud: float, why: str) -
 def test_decibels_are_said_as_they_are() -> None:
     fp32 = torch.sin(torch.arange(4000.0))
     assert told_by("VitsModelOutput", "waveform", fp32, fp32)[1].text.startswith("an SNR of 200 dB or more")
+    assert told_by("VitsModelOutput", "waveform", fp32 * 0, fp32)[1].shown == "audio 0 dB"
     assert told_by("VitsModelOutput", "waveform", fp32 * 1.01012, fp32)[1].shown == "audio 39.9 dB"
     assert told_by("VitsModelOutput", "waveform", fp32 * 1.010001, fp32)[1].shown == "audio less than 40 dB"
 
