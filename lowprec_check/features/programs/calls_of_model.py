@@ -182,6 +182,7 @@ class CallsOfModel:
         if self._last is not None and self._last[0].number == number:
             self._last = None
         self._largest = {name: largest for name, largest in self._largest.items() if largest[1] != number}
+        self._given = []
         if number == self.count:  # else another thread has made the next one
             self.count -= 1
         if not self.count:

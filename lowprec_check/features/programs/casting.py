@@ -21,7 +21,6 @@ from lowprec_check.engine.model.plain_run import judge
 from lowprec_check.engine.model.prepared import Application, application_of
 from lowprec_check.engine.model.user_code import parameters_of
 from lowprec_check.features.programs.assignments import Assignment, Assignments
-from lowprec_check.features.programs.module_state import version_of
 from lowprec_check.features.programs.program_scan import NO_SUCH_CALL, NOTHING, OTHER_INTEGERS, CallError, OtherChoice
 from lowprec_check.features.programs.watching import CallWatcher
 from lowprec_check.process import system
@@ -237,19 +236,23 @@ def _called(
 
     What it writes to them, as to a cache or ``out``, is given to those of the program.
     """
-    copies, cast_tensors = Copies(), dict[int, tuple[Tensor, Tensor, float]]()
+    copies, cast_tensors = Copies(), dict[int, tuple[Tensor, Tensor, int]]()
 
     def copied(tensor: Tensor) -> Tensor:
         if id(tensor) not in cast_tensors:
-            copy = cast(tensor)
-            cast_tensors[id(tensor)] = tensor, copy, version_of(copy)
+            with contextlib.ExitStack() as stack:
+                if torch.is_inference_mode_enabled():  # in which tensors are made without a version
+                    stack.enter_context(torch.inference_mode(False))
+                    stack.enter_context(torch.no_grad())
+                copy = cast(tensor)
+            cast_tensors[id(tensor)] = tensor, copy, 0 if copy is tensor else copy._version
         return cast_tensors[id(tensor)][1]
 
     cast_args, cast_kwargs = map_tensors((args, kwargs), copied, copies)
     output = call(*cast_args, **cast_kwargs)
     with torch.inference_mode():  # also to tensors that were made in it
         for tensor, copy, version in cast_tensors.values():
-            if copy is not tensor and version_of(copy) != version:
+            if copy is not tensor and copy._version != version:
                 tensor.copy_(copy)
     in_dtype = functools.partial(_in_dtype, dtype=dtype)
     return map_tensors(output, in_dtype, refill(copies, in_dtype))

@@ -104,6 +104,14 @@ def test_what_a_model_writes_to_an_input_is_given_to_the_program(tmp_path: Path,
             assert torch.allclose(low, fp32, rtol=5e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_a_model_only_reads_keeps_all_digits(tmp_path: Path, mode: Any) -> None:
+    with mode(), caster(tmp_path, "bfloat16", "Linear").watching():
+        x = torch.full((1, 4), 1.001)
+        nn.Linear(4, 4)(x)
+        assert x[0, 0] == torch.tensor(1.001)
+
+
 @torch.no_grad()
 def test_outputs_without_tensors_are_compared_by_their_text_and_numbers(tmp_path: Path) -> None:
     def errors_of(kinds: tuple[str, str]) -> CallError:

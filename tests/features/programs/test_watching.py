@@ -86,6 +86,17 @@ def test_whether_there_are_values_is_asked_quickly() -> None:
     assert min(timeit.repeat(is_without_values, number=1000, repeat=50)) < 3e-3
 
 
+def test_calls_are_left_alone_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    capturing = iter([True, False])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: next(capturing))
+    net = nn.Linear(4, 4)
+    with watch() as program:
+        net(torch.ones(1, 4))
+        net(torch.ones(1, 4))
+    assert [model.calls for model in program.models] == [1]
+
+
 def test_a_call_that_fails_is_as_if_it_were_not_made() -> None:
     net = nn.Linear(4, 4)
     with watch() as program:
