@@ -317,10 +317,12 @@ def loss_kind(loss: Any) -> str:
     names, parts = {getattr(loss, "__name__", "")}, [loss, *getattr(owner, "__dict__", {}).values()]
     if isinstance(owner, nn.Module):
         parts += owner.modules()
+    function = inspect.unwrap(function)
     if inspect.isfunction(function) or inspect.ismethod(function):
-        used = inspect.getclosurevars(function)
-        names |= {*used.unbound, *function.__code__.co_names}
-        parts += [*used.globals.values(), *used.nonlocals.values()]
+        names |= {*function.__code__.co_names}
+        with contextlib.suppress(ValueError):  # a variable of its closure that is not set yet
+            used = inspect.getclosurevars(function)
+            parts += [*used.globals.values(), *used.nonlocals.values()]
     if "cross_entropy" in names or any(isinstance(part, nn.CrossEntropyLoss) for part in parts):
         return "classes"
     if "binary_cross_entropy_with_logits" in names or any(isinstance(part, nn.BCEWithLogitsLoss) for part in parts):

@@ -253,6 +253,9 @@ def test_what_a_loss_is_for() -> None:
         def forward(self, output: Tensor, target: Tensor) -> Tensor:
             return functional.cross_entropy(output, target, label_smoothing=0.1)
 
+    def unset(output: Tensor, target: Tensor) -> Tensor:
+        return later(output, target)
+
     expected = {
         Focal(): "other",
         functools.partial(Focal(), target=1): "other",
@@ -260,7 +263,11 @@ def test_what_a_loss_is_for() -> None:
         functools.partial(Focal(criterion), target=1): "classes",
         Focal().by_method: "binary",
         Smoothed(): "classes",
+        torch.no_grad()(by_module): "classes",
+        unset: "other",
         nn.L1Loss(): "other",
         torch.binary_cross_entropy_with_logits: "binary",
     }
     assert {loss: loss_kind(loss) for loss in expected} == expected
+    later = functional.l1_loss
+    assert loss_kind(unset) == "other"
