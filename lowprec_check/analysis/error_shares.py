@@ -189,7 +189,8 @@ def main_causes(run: Run, most: int) -> list[PartShare]:
         # around modules that were named before, only the rest counts
         within = [other for other in chosen if is_inside(other.name, part.name)]
         if within:
-            rest = (inside if measured is None else measured) - math.fsum(other.share for other in within)
+            rest = inside if measured is None else measured
+            rest -= math.fsum(max(other.share, other.by_itself or 0.0) for other in within)
             if rest >= least:
                 chosen.append(part._replace(name=f"the rest of {part.name}", share=rest))
             continue

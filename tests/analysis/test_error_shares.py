@@ -413,6 +413,16 @@ def test_measured_shares_of_modules_together_are_no_more_than_the_error() -> Non
     assert "70 % a (addmm, model.py:41), 50 % b (in part the same)" in budget_lines(a_result(one))[0]
 
 
+def test_the_rest_of_a_module_is_what_its_named_part_does_not_have() -> None:
+    """Shares of more than 100 % together: of ``b.n`` only a part goes beside ``a``."""
+    one = with_shares("half", "inaccurate", **{"a": 0.875, "b.n": 0.1875, "b": 0.125})
+    assert [(part.name, part.share, part.by_itself) for part in main_causes(one, 3)] == [
+        ("a", 0.875, None),
+        ("b.n", 0.125, 0.1875),
+        ("the rest of b", 0.125, None),
+    ]
+
+
 @pytest.mark.parametrize(
     ("parts", "causes"),
     [

@@ -16,6 +16,7 @@ from typer.main import get_command
 
 from lowprec_check import ScanResult
 from lowprec_check.cli.app import app
+from lowprec_check.cli.options import OTHER_COMMANDS
 from lowprec_check.schema.options import OUTPUT, RUN, THOROUGH, WHERE
 
 MODEL = "import torch\nmodel = torch.nn.Linear(3, 2).eval()\ninputs = torch.ones(4, 3)\n"
@@ -145,6 +146,7 @@ def test_every_option_is_in_one_group_of_the_whole_help(command: str, narrow: Ca
     parameters = get_command(app).commands[command].params  # type: ignore[attr-defined]
     flags = [parameter.opts for parameter in parameters if parameter.param_type_name == "option"]
     names = ["--help", *(next(flag for flag in opts if flag.startswith("--")) for opts in flags)]
+    names += [other.option for other in OTHER_COMMANDS.get(command, [])]
     assert sorted(itertools.chain(*whole.values())) == sorted(names)
     assert set(whole) <= {*GROUPS}
     for group, options in short.items():

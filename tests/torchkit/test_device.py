@@ -89,6 +89,7 @@ def test_torch_cuda_is_used_only_in_a_few_files() -> None:
     named = {path for path in package.rglob("*.py") if "torch.cuda" in path.read_text(encoding="utf-8")}
     assert named == {
         package / "engine" / "model" / "target_source.py",  # in a comment
+        package / "features" / "quantize" / "further_backends.py",  # in printed code
         package / "torchkit" / "devices.py",
     }
 

@@ -23,7 +23,7 @@ from lowprec_check.features.quantize.quantized import (
 from lowprec_check.schema.axes import Call
 from lowprec_check.schema.measures import LayerError
 from lowprec_check.torchkit.compiled import quiet
-from lowprec_check.torchkit.devices import seed_everything
+from lowprec_check.torchkit.devices import module_of, seed_everything
 from lowprec_check.torchkit.pytree import leaves, map_tensors
 
 MOST_ALONE = 4
@@ -108,8 +108,10 @@ def why_emulated(format: Format, device: str) -> str | None:
     """Why ``device``, a type, has no kernels of ``format``; ``None`` if it has."""
     if device not in format.devices:
         return format.needs()
-    if device == "cuda" and torch.cuda.get_device_capability() < format.capability:
-        return f"{format.needs()}; this is {'.'.join(map(str, torch.cuda.get_device_capability()))}"
+    if device == "cuda":
+        capability = module_of(torch.device(device)).get_device_capability()
+        if capability < format.capability:
+            return f"{format.needs()}; this is {'.'.join(map(str, capability))}"
     return None
 
 
