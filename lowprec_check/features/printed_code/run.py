@@ -221,7 +221,7 @@ def _imported_file(runs: TargetRuns) -> ImportedFile | None:
     module = _module_of(target)
     if not module or target.folder is None:
         return None
-    weights = sum(tensor.nbytes for tensor in target.model.state_dict().values() if isinstance(tensor, Tensor))
+    weights = sum(weight.numel() * weight.element_size() for weight in target.model.parameters())
     if weights > PART_OF_MEMORY * free_memory(torch.device("cpu")):
         return None
     return ImportedFile(module, target.folder, runs.options.seed)
