@@ -145,8 +145,12 @@ def _run(code: str, names: dict[str, Any], seed: int) -> dict[str, Any]:
 
 LEAST_SECONDS, PART_OF_SCAN = 10.0, 0.25
 """The code may take so much of the time of the scan, or so many seconds."""
+LEAST_THREADS = 4
+"""The file is imported beside the runs if torch has so many threads: with two, the first row of a
+BERT came 2.3 s later.
+"""
 PART_OF_MEMORY = 0.1
-"""The file is imported beside the runs if its weights take at most so much of the free memory."""
+"""... and if its weights take at most so much of the free memory."""
 METHOD: Method = "spawn"
 """How the process of the code starts where this one has loaded the file: as new. Tests fork it."""
 
@@ -214,12 +218,12 @@ class PrintedCodeFeature(Feature):
 
 
 def _imported_file(runs: TargetRuns) -> ImportedFile | None:
-    """The file that the code for a target imports; ``None`` if none, or another copy of its weights
-    could take the memory that runs need.
+    """The file that the code for a target imports; ``None`` if none, or it could take the cores or
+    the memory that runs need.
     """
     target = runs.target
     module = _module_of(target)
-    if not module or target.folder is None:
+    if not module or target.folder is None or torch.get_num_threads() < LEAST_THREADS:
         return None
     weights = sum(weight.numel() * weight.element_size() for weight in target.model.parameters())
     if weights > PART_OF_MEMORY * free_memory(torch.device("cpu")):
