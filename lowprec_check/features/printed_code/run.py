@@ -150,7 +150,7 @@ LEAST_THREADS = 4
 BERT came 2.3 s later.
 """
 PART_OF_MEMORY = 0.1
-"""... and if its weights take at most so much of the free memory."""
+"""The file is imported beside the runs only if its weights take no more of the free memory."""
 METHOD: Method = "spawn"
 """How the process of the code starts where this one has loaded the file: as new. Tests fork it."""
 

@@ -22,7 +22,7 @@ from lowprec_check.torchkit.dispatch_mode import is_without_values
 from lowprec_check.torchkit.floating_dtypes import NARROW
 from lowprec_check.torchkit.source_location import own_line
 
-_NEW, _LIKE = ("rand", "randn"), ("rand_like", "randn_like")
+_NEW = ("rand", "randn", "rand_like", "randn_like")
 _IN_PLACE = ("normal_", "uniform_", "exponential_")
 _ROUNDING = 2**-5
 """Relative difference of two draws that is no rounding, of any dtype with 16 bits."""
@@ -39,50 +39,34 @@ class Draws:
     def as_in_fp32(self) -> Iterator[None]:
         """Inside, what is drawn in 16 bits are the numbers of fp32, rounded."""
         with contextlib.ExitStack() as stack:
-            for names, draw in ((_NEW, self._new), (_LIKE, self._like)):
-                for name in names:
-                    stack.enter_context(replaced(torch, name, draw(getattr(torch, name))))
+            for name in _NEW:
+                stack.enter_context(replaced(torch, name, self._new(getattr(torch, name))))
             for name in _IN_PLACE:
                 stack.enter_context(replaced(Tensor, name, self._in_place(getattr(Tensor, name))))
             yield
 
     def _new(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @functools.wraps(function)
-        def draw(*size: Any, **options: Any) -> Tensor:
+        def draw(*args: Any, **options: Any) -> Tensor:
             if is_compiling() or is_without_values():
-                return function(*size, **options)
-            dtype = options.get("dtype") or torch.get_default_dtype()
-            if dtype not in NARROW or options.get("out") is not None:
-                return function(*size, **options)
-            return self._drawn(function, dtype, size, options)
+                return function(*args, **options)
+            like = args[0] if args and isinstance(args[0], Tensor) else None
+            dtype, device = options.get("dtype"), options.get("device")
+            if dtype is None:
+                dtype = like.dtype if like is not None else torch.get_default_dtype()
+            if device is None:
+                device = like.device if like is not None else torch.get_default_device()
+            is_meta = torch.device(device).type == "meta"  # it has no numbers
+            if dtype not in NARROW or is_meta or options.get("out") is not None:
+                return function(*args, **options)
+            requires_grad = options.pop("requires_grad", False)
+            with _same_state(options.get("generator") or default_generator(device)):
+                by_itself = function(*args, **{**options, "dtype": dtype})
+            numbers = function(*args, **{**options, "dtype": torch.float32})
+            self._note(by_itself, numbers)
+            return numbers.to(dtype).requires_grad_(requires_grad)
 
         return draw
-
-    def _like(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        @functools.wraps(function)
-        def draw(tensor: Tensor, **options: Any) -> Tensor:
-            if is_compiling() or is_without_values():
-                return function(tensor, **options)
-            dtype = options.get("dtype") or tensor.dtype
-            if dtype not in NARROW:
-                return function(tensor, **options)
-            return self._drawn(function, dtype, (tensor,), options)
-
-        return draw
-
-    def _drawn(self, function: Callable[..., Tensor], dtype: torch.dtype, args: Any, options: dict[str, Any]) -> Tensor:
-        """New numbers of fp32, rounded."""
-        device = options.get("device")
-        if device is None:
-            device = next((given.device for given in args if isinstance(given, Tensor)), torch.get_default_device())
-        if torch.device(device).type == "meta":  # it has no numbers
-            return function(*args, **{**options, "dtype": dtype})
-        requires_grad = options.pop("requires_grad", False)
-        with _same_state(options.get("generator") or default_generator(device)):
-            by_itself = function(*args, **{**options, "dtype": dtype})
-        numbers = function(*args, **{**options, "dtype": torch.float32})
-        self._note(by_itself, numbers)
-        return numbers.to(dtype).requires_grad_(requires_grad)
 
     def _in_place(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @functools.wraps(function)
