@@ -253,14 +253,6 @@ def _uncovered(
             yield Finding(message, run, fault.module, fault.op, fault.source, help=advice, matters=True)
 
 
-# What to look at where nothing was tried, by the part of a training step.
-_INPUTS = {
-    "forward": "try the inputs of this op in fp32",
-    "backward": "try the inputs of the op of the forward pass in fp32",
-    "optimizer": "try the modules in fp32 whose gradients it reads",
-}
-
-
 @rule("LP303", "error-amplifier", "warning")
 def error_amplifier(result: ScanResult) -> Iterator[Finding]:
     """The op magnifies the error of its inputs.
@@ -309,8 +301,7 @@ def error_amplifier(result: ScanResult) -> Iterator[Finding]:
                 grows = "this op magnifies the rounding of what it reads to a relative error of {after:error}"
                 message = say(grows, after=after)
             tried = keep_inputs(run) or keep_in_fp32(run, result, row.module) if row.is_forward else None
-            advice = tried or _INPUTS[row.phase or "forward"]
-            finding = place_finding(result, run, row, count, message)._replace(help=advice)
+            finding = place_finding(result, run, row, count, message)._replace(help=tried)
             # It adds little itself: what counts is the share of all that it may have magnified.
             share = relevance.shares_up_to.get(row.place)
             if relevance.known != "explained":

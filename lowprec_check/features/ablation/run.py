@@ -57,18 +57,15 @@ def uncovered(
         explained = batches[0].run(run.precision, memory_format=run.memory_format, keep_fp32=kept, measured=False)
         causes, blamed_for = _blamed(explained)
         modules = tuple(name for name in causes if not any(is_inside(name, other) for other in kept))
-        if blamed_for in ("nonfinite", "range"):
-            # A value that a kept module returns, and that the dtype cannot hold, is no other cause.
-            new = [fault for fault in _faults(explained, modules, kept) if not _casts_back(fault)]
-        else:
-            new = _errors(explained, modules, kept)
+        is_nonfinite = blamed_for in ("nonfinite", "range")
+        new = _faults(explained, modules, kept, is_nonfinite=is_nonfinite)
         if not new:
             break
         outside = (name for name in kept if not any(is_inside(name, module) for module in modules))
         further = tried(BlamedModules((*outside, *modules), "nonfinite", None))
         # They are why it fails only if their repair helps.
         most = _error(ablation)
-        if blamed_for not in ("nonfinite", "range"):
+        if not is_nonfinite:
             most *= UNCHANGED
         if further.status != "ok" and _error(further) >= most and ablation.status != "nonfinite":
             break
@@ -99,56 +96,34 @@ def _error(ablation: Ablation) -> float:
     return math.inf if ablation.rel_l2 is None else ablation.rel_l2
 
 
-def _casts_back(fault: UncoveredFault) -> bool:
-    """Whether this is the cast of what a kept module inside returned."""
-    return short_op(fault.op) == "to_copy" and any(is_inside(name, fault.module) for name in fault.kept)
-
-
-def _faults(explained: Run, modules: Sequence[str], kept: Sequence[str]) -> list[UncoveredFault]:
-    """The first op of each of ``modules`` that turns finite values into Inf or NaN."""
-    faults = []
-    for module in modules:
-        rows = (row for row in explained.op_calls.rows() if row.is_forward and is_inside(row.module, module))
-        row = next((row for row in rows if row.introduced_inf or row.introduced_nan), None)
-        if row is not None:
-            faults.append(
-                UncoveredFault(
-                    kept=list(kept),
-                    module=row.module,
-                    op=row.op,
-                    source=row.source,
-                    becomes="Inf" if row.introduced_inf else "NaN",
-                    values=row.introduced_inf or row.introduced_nan,
-                    of=row.compared_values,
-                )
-            )
-    return faults
-
-
-def _errors(explained: Run, modules: Sequence[str], kept: Sequence[str]) -> list[UncoveredFault]:
-    """The op of each of ``modules`` with the largest share of the error, else that adds most."""
+def _faults(explained: Run, modules: Sequence[str], kept: Sequence[str], *, is_nonfinite: bool) -> list[UncoveredFault]:
+    """The op of each of ``modules`` that turns finite values into Inf or NaN first; else that with
+    the largest share of the error, or that adds most.
+    """
     shares: dict[Place, float] = {}
-    if trusted_budget(explained) is not None:
+    if not is_nonfinite and trusted_budget(explained) is not None:
         shares = {place: share.share for place, share in place_shares(explained).items()}
         for place, leaving in leaving_shares(explained).items():
             shares[place] = shares.get(place, 0.0) + leaving
     faults = []
     for module in modules:
         rows = [row for row in explained.op_calls.rows() if row.is_forward and is_inside(row.module, module)]
-        row = max(rows, key=lambda row: (shares.get(row.place, 0.0), _added(row)), default=None)
-        if row is not None and (shares.get(row.place, 0.0) >= MATTERS or _added(row)):
-            is_own = (row.local_error or 0.0) >= _added(row) / 2
-            faults.append(
-                UncoveredFault(
-                    kept=list(kept),
-                    module=row.module,
-                    op=row.op,
-                    source=row.source,
-                    becomes="error" if is_own else "magnified error",
-                    error=row.local_error if is_own else row.accumulated_error,
-                    share=shares.get(row.place),
-                )
-            )
+        what: dict[str, Any]
+        if is_nonfinite:
+            row = next((row for row in rows if row.introduced_inf or row.introduced_nan), None)
+            # A value that a kept module returns, and that the dtype cannot hold, is no other cause.
+            if row is None or (short_op(row.op) == "to_copy" and any(is_inside(name, row.module) for name in kept)):
+                continue
+            what = {"becomes": "Inf" if row.introduced_inf else "NaN", "of": row.compared_values}
+            what["values"] = row.introduced_inf or row.introduced_nan
+        else:
+            row = max(rows, key=lambda row: (shares.get(row.place, 0.0), _added(row)), default=None)
+            if row is None or not (shares.get(row.place, 0.0) >= MATTERS or _added(row)):
+                continue
+            what = {"becomes": "magnified error", "error": row.accumulated_error, "share": shares.get(row.place)}
+            if (row.local_error or 0.0) >= _added(row) / 2:
+                what |= {"becomes": "error", "error": row.local_error}
+        faults.append(UncoveredFault(kept=list(kept), module=row.module, op=row.op, source=row.source, **what))
     return faults
 
 

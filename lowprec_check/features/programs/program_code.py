@@ -17,63 +17,60 @@ from lowprec_check.schema.precisions import FP16, PRECISIONS
 from lowprec_check.schema.scan_result import ScanResult
 
 _AT_BORDER = """\
-def at_border(model, method, dtype{more}):  # cast the inputs, and give fp32 to the caller
-    from functools import wraps{more_imports}
-    from torch.utils._pytree import tree_map_only
+def at_border(model, method, dtype{parameter}):  # cast the inputs, and give {wide} to the caller
+    from functools import wraps{imports}
+    from torch.utils._pytree import {from_pytree}
 
     call = getattr(model, method)
     if hasattr(call, "at_border"):
         return
     to_low = lambda t: t.to(dtype) if t.is_floating_point() else t
-    to_fp32 = lambda t: t.float() if t.dtype == dtype else t
+    to_{wide} = lambda t: t.{widened}() if t.dtype == dtype else t
 {low}
     @wraps(call)
     def in_dtype(*args, **kwargs):
-        {cast}
-        return tree_map_only(torch.Tensor, to_fp32, call(*args, **kwargs))
+{cast}
+{returned}
 
     in_dtype.at_border = True
     setattr(model, method, in_dtype)
 """
 
-_CAST = "args, kwargs = tree_map_only(torch.Tensor, to_low, (args, kwargs))"
-_LOW_UNLESS_NAMED = """\
-
+_CAST = "        args, kwargs = tree_map_only(torch.Tensor, to_low, (args, kwargs))"
+_LOW_UNLESS_NAMED = """
     def low(value, *names):
         return value if {*names} & {*in_fp32} else tree_map_only(torch.Tensor, to_low, value)
 
     names = [*signature(call).parameters]  # of arguments by position
 """
 _CAST_UNLESS_NAMED = """\
-args = [low(value, f"inputs[{i}]", *names[i : i + 1]) for i, value in enumerate(args)]
+        args = [low(value, f"inputs[{i}]", *names[i : i + 1]) for i, value in enumerate(args)]
         kwargs = {name: low(value, name) for name, value in kwargs.items()}"""
 
-_RETURN = """\
-        return tree_map_only(torch.Tensor, to_fp32, call(*args, **kwargs))
-"""
+_RETURN = "        return tree_map_only(torch.Tensor, to_{wide}, call(*args, **kwargs))"
+_GIVEN = "        given = tree_leaves((args, kwargs))\n"
 _RETURN_WRITTEN = """\
         output = call(*args, **kwargs)
         for value, copy in zip(given, tree_leaves((args, kwargs))):  # to which the call may write
             if torch.is_tensor(value) and value is not copy and not torch.equal(to_low(value), copy):
                 value.copy_(copy)
-        return tree_map_only(torch.Tensor, to_fp32, output)
-"""
+        return tree_map_only(torch.Tensor, to_{wide}, output)"""
 
 _UNDER_AUTOCAST = """\
-def under_autocast(model, method, dtype):  # give fp32 to the caller
+def under_autocast(model, method, dtype):  # give {wide} to the caller
     from functools import wraps
     from torch.utils._pytree import tree_map_only
 
     call = getattr(model, method)
     if hasattr(call, "at_border"):
         return
-    to_fp32 = lambda t: t.float() if t.dtype == dtype else t
+    to_{wide} = lambda t: t.{widened}() if t.dtype == dtype else t
 
     @wraps(call)
     def in_dtype(*args, **kwargs):
         with torch.autocast("{device}", dtype=dtype):
             output = call(*args, **kwargs)
-        return tree_map_only(torch.Tensor, to_fp32, output)
+        return tree_map_only(torch.Tensor, to_{wide}, output)
 
     in_dtype.at_border = True
     setattr(model, method, in_dtype)
@@ -211,13 +208,7 @@ def _at_borders(models: Sequence[ScannedModel], assigned: Assignments) -> list[P
         assignment, place = assigned[model.key], model.place
         assert place is not None
         lines = by_line.setdefault(place.line, [])
-        helper, call = _border(model, assignment)
-        if any(other.writes for other in models) and _RETURN in helper:
-            helper = helper.replace("import tree_map_only", "import tree_leaves, tree_map_only")
-            helper = helper.replace("**kwargs):\n", "**kwargs):\n        given = tree_leaves((args, kwargs))\n")
-            helper = helper.replace(_RETURN, _RETURN_WRITTEN)
-        if place.is_double:
-            helper = helper.replace("t.float()", "t.double()").replace("to_fp32", "to_fp64").replace(" fp32 ", " fp64 ")
+        helper, call = _border(model, assignment, is_written=any(other.writes for other in models))
         # That with the parameter `in_fp32`, which is longer, serves all
         functions, name = helpers.setdefault(place.line, {}), helper.partition("(")[0]
         functions[name] = max(functions.get(name, ""), helper, key=len)
@@ -232,24 +223,30 @@ def _at_borders(models: Sequence[ScannedModel], assigned: Assignments) -> list[P
     ]
 
 
-def _border(model: ScannedModel, assignment: Assignment) -> tuple[str, str]:
-    """The function for what goes in and comes out, and its call."""
+def _border(model: ScannedModel, assignment: Assignment, *, is_written: bool) -> tuple[str, str]:
+    """The function for what goes in and comes out, and its call; ``is_written``: a call may write
+    to its inputs.
+    """
     precision, place = PRECISIONS.get(assignment.precision), model.place or FirstCall("")
     dtype, method = precision.format.dtype, model.method or "forward"
+    output = {"wide": "fp32", "widened": "float"}
+    if place.is_double:
+        output = {"wide": "fp64", "widened": "double"}
     if precision.kind == "autocast":
-        helper = _UNDER_AUTOCAST.format(device=_device(model))
+        helper = _UNDER_AUTOCAST.format(device=_device(model), **output)
         return helper, f'under_autocast({place.path}, "{method}", {dtype})'
-    names = assignment.keep_fp32_inputs
-    if not names:
-        helper = _AT_BORDER.format(more="", more_imports="", low="", cast=_CAST)
-        return helper, f'at_border({place.path}, "{method}", {dtype})'
-    helper = _AT_BORDER.format(
-        more=", in_fp32=()",
-        more_imports="\n    from inspect import signature",
-        low=_LOW_UNLESS_NAMED,
-        cast=_CAST_UNLESS_NAMED,
-    )
-    return helper, f'at_border({place.path}, "{method}", {dtype}, in_fp32={names!r})'
+    parts = {"parameter": "", "imports": "", "low": "", "cast": _CAST, "from_pytree": "tree_map_only"}
+    names, in_fp32 = assignment.keep_fp32_inputs, ""
+    if names:
+        in_fp32 = f", in_fp32={names!r}"
+        parts |= {"parameter": ", in_fp32=()", "imports": "\n    from inspect import signature"}
+        parts |= {"low": _LOW_UNLESS_NAMED, "cast": _CAST_UNLESS_NAMED}
+    returned = _RETURN
+    if is_written:
+        parts |= {"from_pytree": "tree_leaves, tree_map_only", "cast": _GIVEN + parts["cast"]}
+        returned = _RETURN_WRITTEN
+    helper = _AT_BORDER.format(returned=returned.format(**output), **parts, **output)
+    return helper, f'at_border({place.path}, "{method}", {dtype}{in_fp32})'
 
 
 def _weights(scans: Sequence[ScanResult], assignment: Assignment, path: str) -> list[str]:

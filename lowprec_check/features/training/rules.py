@@ -136,11 +136,11 @@ def gradient_not_finite(result: ScanResult) -> Iterator[Finding]:
         message = say(words, parameters=names, values=[elements, total])
         # If even those of fp32 do not fit the dtype, a smaller scale helps, not the op in fp32.
         largest = max(gradient.absmax or 0.0 for gradient in wrong)
-        forward = say("try the forward op in fp32, on x.float()")
+        smaller_scale = None
         if run.format is not None and largest > run.format.largest:
             words = "scale the loss down, as GradScaler does: in fp32 they are up to {largest:figure}"
-            forward = say(f"{words}, over {{limit:scale}}", largest=largest, limit=run.format.largest)
-        advice = or_passing(forward, run, result)
+            smaller_scale = say(f"{words}, over {{limit:scale}}", largest=largest, limit=run.format.largest)
+        advice = or_passing(smaller_scale, run, result)
         first_tried, setup = first_way(run), result.training
         severity: Severity | None = None
         if setup is not None and first_tried is not None and not told(first_tried, setup):

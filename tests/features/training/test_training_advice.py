@@ -130,7 +130,7 @@ def test_the_op_is_named_in_which_a_gradient_becomes_nan() -> None:
     unknown = one("LP502", a_trained("half", gradients=wrong, calls=[backward_call()]))
     assert unknown.severity == "warning"
     assert "originates" not in unknown.message
-    assert (unknown.help or "").startswith("try the forward op in fp32")
+    assert "loss" not in (unknown.help or "")
     large = [msgspec.structs.replace(wrong[0], absmax=1.6e5)]
     scaled = one("LP502", a_trained("half", gradients=large, calls=[backward_call()]))
     assert "scale the loss down, as GradScaler does: in fp32 they are up to 1.6e+05, over 65504" in (scaled.help or "")
@@ -368,18 +368,11 @@ def test_gaps_name_the_part_of_the_step(phase: Any, prefix: str, advised: str) -
     assert (one("LP101", under_autocast).help or "").startswith(advised)
 
 
-@pytest.mark.parametrize(
-    ("phase", "advised"),
-    [
-        ("forward", "try the inputs of this op in fp32"),
-        ("backward", "try the inputs of the op of the forward pass in fp32"),
-        ("optimizer", "try the modules in fp32 whose gradients it reads"),
-    ],
-)
-def test_an_op_that_magnifies_errors_needs_other_inputs(phase: Any, advised: str) -> None:
+@pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
+def test_an_op_that_magnifies_errors_has_no_advice_that_was_not_tried(phase: Any) -> None:
     call = OpCall("aten.foo.default", phase=phase, input_error=1e-3, accumulated_error=0.5, local_error=0.0)
     failed = a_trained("autocast-fp16", a_way(status="error", exception=UNSCALE, losses=[]), calls=[call])
-    assert one("LP303", failed).help == advised
+    assert one("LP303", failed).help is None
 
 
 # -- the recommendation
