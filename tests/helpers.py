@@ -27,7 +27,7 @@ from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.model.target_source import TargetSource
-from lowprec_check.features.error_budget.observer import BudgetObserver
+from lowprec_check.features.error_budget.run import BudgetObserver
 from lowprec_check.features.magnitudes.run import MagnitudeObserver
 from lowprec_check.features.nonfinite_origins.run import origins_of
 from lowprec_check.report.layout.text import text

@@ -27,13 +27,15 @@ IMPORT = "import intel_extension_for_pytorch as ipex"
 
 
 class ExtensionBackend(Backend):
-    """A backend that uses the extension."""
+    """A backend that uses the extension. It folds batch norm into convolutions and, where the
+    processor has the instructions, prepacks weights for oneDNN.
+    """
 
     project = "intel/intel-extension-for-pytorch"
 
     setup_budget = 600.0
     changes_process = True  # the extension overrides kernels of autocast when it is imported
-    successor: ClassVar[str]
+    successor: ClassVar[str] = "inductor-freeze"
     """The backend that does the same on newer torch."""
 
     def skip_reason(self, precision: Precision, device: str, memory_format: str) -> str | None:
@@ -54,58 +56,49 @@ class ExtensionBackend(Backend):
         instead = successors[self.successor]
         return Replacement(self.successor, f"{ARCHIVED}; it was replaced by {instead} (on Intel GPUs, by torch.xpu)")
 
-
-def optimized(model: Any, precision: Precision, **options: Any) -> Any:
-    """A copy of ``model``, an ``nn.Module`` in ``precision`` on the CPU, after ``ipex.optimize``
-    with ``options``. Raises ``AssertionError`` for a model in training mode, and for weights that
-    the processor cannot prepack.
-    """
-    torch: Any = importlib.import_module("torch")
-    ipex: Any = importlib.import_module("intel_extension_for_pytorch")
-    if _gives_dtype(precision):
-        options["dtype"] = getattr(torch, precision.format.name)
-    return ipex.optimize(model, **options)
-
-
-def optimize_code(precision: Precision, **options: Any) -> str:
-    """The call of :func:`optimized` as code."""
-    dtype = []
-    if _gives_dtype(precision):
-        dtype = [f"dtype={precision.format.dtype}"]
-    given = [f"{name}={value!r}" for name, value in options.items()]
-    return f"ipex.optimize({', '.join(['model', *dtype, *given])})"
-
-
-def _prepack_problem(precision: Precision) -> str | None:
-    """Why this processor cannot prepack weights in the dtype; ``None`` if it can."""
-    if _gives_dtype(precision):
-        return prepack_problem(precision.format.name)
-    return None
-
-
-def _prepacking(precision: Precision) -> dict[str, Any]:
-    """The options of ``ipex.optimize`` to prepack weights as far as this processor can."""
-    if _prepack_problem(precision) is None:
-        return {}
-    return {"weights_prepack": False}
-
-
-class PrepackingBackend(ExtensionBackend):
-    """A backend that prepacks weights where the processor has the instructions."""
-
-    successor = "inductor-freeze"
+    def prepack_problem(self, precision: Precision) -> str | None:
+        """Why this processor cannot prepack weights in the dtype; ``None`` if it can."""
+        if _gives_dtype(precision):
+            return prepack_problem(precision.format.name)
+        return None
 
     def note(self, precision: Precision) -> str | None:
         """That weights are not prepacked, and why: one note for all backends."""
-        problem = _prepack_problem(precision)
+        problem = self.prepack_problem(precision)
         if problem is None:
             return None
         return f"{problem}, as rows on ipex and ipex-jit have it here"
 
-    def code(self, key: RunKey, model: ModelInfo) -> Code:
-        """``ipex.optimize`` before the call."""
+    def options(self, precision: Precision) -> dict[str, Any]:
+        """The options of ``ipex.optimize`` besides the dtype."""
+        if self.prepack_problem(precision) is None:
+            return {}
+        return {"weights_prepack": False}
+
+    def prepare(self, model: Any, example: Example) -> Any:
+        """A copy of ``model``, an ``nn.Module`` in the precision, after ``ipex.optimize``.
+
+        Raises ``AssertionError`` for a model in training mode, and for weights that the processor
+        cannot prepack.
+        """
+        torch: Any = importlib.import_module("torch")
+        ipex: Any = importlib.import_module("intel_extension_for_pytorch")
+        options = self.options(example.precision)
+        if _gives_dtype(example.precision):
+            options["dtype"] = getattr(torch, example.precision.format.name)
+        return ipex.optimize(model, **options)
+
+    def prepare_code(self, key: RunKey) -> str:
+        """:meth:`prepare` as code."""
         precision = PRECISIONS.get(key.precision)
-        return Code(imports=(IMPORT,), before=(f"model = {optimize_code(precision, **_prepacking(precision))}",))
+        given = [f"{name}={value!r}" for name, value in self.options(precision).items()]
+        if _gives_dtype(precision):
+            given.insert(0, f"dtype={precision.format.dtype}")
+        return f"ipex.optimize({', '.join(['model', *given])})"
+
+    def code(self, key: RunKey, model: ModelInfo) -> Code:
+        """The model is prepared before the call."""
+        return Code(imports=(IMPORT,), before=(f"model = {self.prepare_code(key)}",))
 
 
 def _gives_dtype(precision: Precision) -> bool:
@@ -113,16 +106,12 @@ def _gives_dtype(precision: Precision) -> bool:
     return precision.kind in ("cast", "autocast")
 
 
-class Ipex(PrepackingBackend):
-    """Folds batch norm into convolutions and prepacks weights for oneDNN."""
+class Ipex(ExtensionBackend):
+    """Calls the optimized model eagerly."""
 
     name = "ipex"
     summary = "Intel's extension: ipex.optimize; torch 2.8 only"
     setup_budget = 120.0
-
-    def prepare(self, model: Any, example: Example) -> Any:
-        """The optimized copy of the model."""
-        return optimized(model, example.precision, **_prepacking(example.precision))
 
 
 class IpexCompile(ExtensionBackend):
@@ -132,19 +121,25 @@ class IpexCompile(ExtensionBackend):
     summary = 'ipex.optimize, then torch.compile(backend="ipex"); torch 2.8 only'
     successor = "inductor"
 
+    def note(self, precision: Precision) -> str | None:
+        """Nothing: it prepacks no weights anywhere."""
+
+    def options(self, precision: Precision) -> dict[str, Any]:
+        """No prepacked weights."""
+        return {"weights_prepack": False}
+
     def prepare(self, model: Any, example: Example) -> Any:
         """The compiled model, which is compiled in its first call."""
         import torch
 
-        return torch.compile(optimized(model, example.precision, weights_prepack=False), backend="ipex")
+        return torch.compile(super().prepare(model, example), backend="ipex")
 
-    def code(self, key: RunKey, model: ModelInfo) -> Code:
-        """``ipex.optimize`` and ``torch.compile`` before the call."""
-        optimize = optimize_code(PRECISIONS.get(key.precision), weights_prepack=False)
-        return Code(imports=(IMPORT,), before=(f'model = torch.compile({optimize}, backend="ipex")',))
+    def prepare_code(self, key: RunKey) -> str:
+        """``torch.compile`` of the optimized model."""
+        return f'torch.compile({super().prepare_code(key)}, backend="ipex")'
 
 
-class IpexJit(PrepackingBackend):
+class IpexJit(ExtensionBackend):
     """Optimizes the model and runs the graph of a trace, in which the extension fuses ops."""
 
     name = "ipex-jit"
@@ -152,7 +147,7 @@ class IpexJit(PrepackingBackend):
 
     def prepare(self, model: Any, example: Example) -> Any:
         """The frozen graph of the optimized copy of the model."""
-        return frozen_trace(optimized(model, example.precision, **_prepacking(example.precision)), example)
+        return frozen_trace(super().prepare(model, example), example)
 
     def code(self, key: RunKey, model: ModelInfo) -> Code:
         """``ipex.optimize`` before the call, the trace inside its context."""

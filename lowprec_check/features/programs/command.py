@@ -53,8 +53,7 @@ def program(
     """Run a script to its end and scan every model that it calls. Then run it again with each model
     in the recommended precision, and compare what they return with fp32.
     """
-    from lowprec_check.features.programs.program_document import program_document
-    from lowprec_check.features.programs.program_reports import check_format, program_report
+    from lowprec_check.features.programs.program_document import check_format, program_document, program_report
 
     check_fits(options)
     check_writable(json, "--json")

@@ -7,6 +7,7 @@ and back for each turn.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import statistics
@@ -14,22 +15,26 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import torch
+from torch import Tensor
 
 from lowprec_check.analysis.run_summary import candidates, passes_all
 from lowprec_check.analysis.speed import FAILED_WHILE_TIMED, TOLD, waits_for_host
 from lowprec_check.core.feature_hooks import TimedRuns
 from lowprec_check.core.launcher import Launcher
-from lowprec_check.core.messages import Started, TaskAnswer, TaskMessage
+from lowprec_check.core.messages import Receive, Send, Started, TaskAnswer, TaskMessage
+from lowprec_check.core.preparation import on_backend, prepared_for
 from lowprec_check.core.task_workers import TaskWorker, start_worker
 from lowprec_check.core.tasks import ModelTask
 from lowprec_check.core.worker import work
+from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.target_source import TargetSource
+from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.errors import UsageError
 from lowprec_check.features.times import rounds
-from lowprec_check.features.times.instance_times import INSTANCE_SECONDS, InstanceTask
 from lowprec_check.features.times.rounds import LONG_SECONDS, NextTurn, RoundSchedule, TurnFailed, Turns, TurnTimed
 from lowprec_check.features.times.speedups import FEW, ONE_CALL, latency_outside_rounds
-from lowprec_check.features.times.turns import TimeTask, TurnsTask
+from lowprec_check.features.times.turns import WARM_UP_CALLS, TimedCalls, TimeTask, TurnsTask, failure_of
+from lowprec_check.process import system
 from lowprec_check.process.function_worker import Ended, Method
 from lowprec_check.process.supervisor import StateEvent, Supervisor
 from lowprec_check.schema.axes import Call
@@ -37,7 +42,7 @@ from lowprec_check.schema.measures import Latency, Scenario, Timing, TimingCondi
 from lowprec_check.schema.run_key import EAGER, RunKey
 from lowprec_check.schema.scan_result import Run
 from lowprec_check.torchkit.devices import free_memory
-from lowprec_check.torchkit.pytree import leaves
+from lowprec_check.torchkit.pytree import leaves, map_tensors
 
 SLOW_SECONDS, SLOW_RATIO = 5.0, 10.0
 """Runs with longer calls, and so many times slower than fp32, are not called again to time them."""
@@ -254,6 +259,51 @@ class _Forks:
 
 
 # -- As a run is served: one instance on all cores (offline), or several (realtime)
+
+INSTANCE_SECONDS = 3.0
+"""How long the calls of an instance are timed."""
+INSTANCE_CALLS = 5
+"""So many are timed at least."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InstanceTask(ModelTask):
+    """Be one instance of a scenario: prepare the model, wait for the others, time calls."""
+
+    cores: tuple[int, ...]
+    """Numbers of the processor cores that it runs on; empty: those that the process has."""
+    single: bool
+    """Whether it gets the first item of the inputs only."""
+
+    def do(self, target: Target, send: Send, receive: Receive) -> None:
+        """Prepare the model, say so, wait until all instances start; send the seconds of calls."""
+        if self.cores:
+            torch.set_num_threads(len(self.cores))
+            if hasattr(os, "sched_setaffinity"):
+                os.sched_setaffinity(0, self.cores)
+        try:
+            if self.single:
+                args, kwargs = map_tensors(target.args, _first_item), map_tensors(target.kwargs, _first_item)
+                target = target._replace(args=args, kwargs=kwargs)
+            with prepared_for(self, target) as in_precision:
+                calls = TimedCalls(self, target, on_backend(self, target, in_precision))
+                calls.warm_up(WARM_UP_CALLS)
+                send(TaskAnswer())
+                receive()
+                samples: list[float] = []
+                end = system.monotonic() + INSTANCE_SECONDS
+                while len(samples) < INSTANCE_CALLS or system.monotonic() < end:
+                    samples.append(calls.call())
+        # The model may fail on one item, or in another process.
+        except BaseException as error:
+            reraise_interrupt(error)
+            raise UsageError(failure_of(error)) from None
+        send(TaskAnswer.of(samples))
+
+
+def _first_item(tensor: Tensor) -> Tensor:
+    return tensor[:1] if tensor.ndim else tensor
+
 
 CORES_OF_INSTANCE = 4
 """Most cores of an instance in realtime."""

@@ -12,7 +12,7 @@ from torch.nn import functional
 from lowprec_check.engine.model.output_tensors import OutputForm, OutputTensors
 from lowprec_check.engine.model.plain_run import judge
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
-from lowprec_check.features.meaning import embeddings as embeddings_module
+from lowprec_check.features.meaning import measures as measures_module
 from lowprec_check.schema.meaning import Meaning
 from tests.features.meaning.by_hand import Judged, audio, embeddings, passes
 from tests.features.meaning.test_measures import TOLERANCE, logits, meaning, output, some_boxes
@@ -57,7 +57,7 @@ def test_a_cosine_is_no_percentage() -> None:
 def test_neighbours_are_looked_for_among_some(monkeypatch: pytest.MonkeyPatch) -> None:
     fp32 = logits(50, 16)
     low = fp32 + logits(50, 16, scale=0.5, seed=1)
-    monkeypatch.setattr(embeddings_module, "MOST_ROWS", 20)
+    monkeypatch.setattr(measures_module, "MOST_ROWS", 20)
     told = told_by("dict", "embedding", low, fp32)[1].figures
     wanted = embeddings(low, fp32)[0] | {"neighbours": embeddings(low[::3], fp32[::3])[0]["neighbours"]}
     assert told == pytest.approx(wanted, rel=1e-9)

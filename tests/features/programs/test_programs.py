@@ -27,9 +27,8 @@ from lowprec_check.features.programs.assignments import Assignment, assignments_
 from lowprec_check.features.programs.calls_of_model import MOST, CallsOfModel
 from lowprec_check.features.programs.casting import ProgramCaster
 from lowprec_check.features.programs.models_of_program import _progress_of
-from lowprec_check.features.programs.program_document import program_document
+from lowprec_check.features.programs.program_document import check_format, program_document, program_report
 from lowprec_check.features.programs.program_file import scan_program_file
-from lowprec_check.features.programs.program_reports import check_format, program_report
 from lowprec_check.features.programs.program_scan import RECOMMENDED, CallError, ProgramRun, ProgramScan, ScannedModel
 from lowprec_check.features.programs.watching import CallWatcher
 from lowprec_check.report.layout.text import text

@@ -22,7 +22,7 @@ from lowprec_check.features.times.timed_runs import batch_of, cores_of_instances
 
 @pytest.fixture(autouse=True)
 def short_instances(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowprec_check.features.times.instance_times.INSTANCE_SECONDS", 0.1)
+    monkeypatch.setattr("lowprec_check.features.times.timed_runs.INSTANCE_SECONDS", 0.1)
 
 
 BFLOAT16: dict[str, Any] = {"precisions": "bfloat16", "times": "off", "plan": False, "errors": "none"}
