@@ -205,10 +205,22 @@ def replaced(place: Any, name: str, function: Any) -> Iterator[None]:
     """Inside, ``function`` stands for the attribute ``name`` of ``place``."""
     original = getattr(place, name)
     setattr(place, name, function)
+    has_dynamo = "torch._dynamo" in sys.modules
     try:
         yield
     finally:
         setattr(place, name, original)
+        if not has_dynamo:
+            _give_to_dynamo(original, function)
+
+
+def _give_to_dynamo(original: Any, function: Any) -> None:
+    """Where Dynamo was imported, and has kept ``function`` as that of torch, put the ``original``."""
+    modules = [module for path, module in sys.modules.items() if path.startswith("torch._dynamo")]
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            if value is function:
+                setattr(module, name, original)
 
 
 class KeptFiles(contextlib.ExitStack):

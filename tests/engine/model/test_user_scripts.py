@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import textwrap
 import threading
@@ -294,3 +295,22 @@ def test_what_happens_outside_the_process_is_said(tmp_path: Path, monkeypatch: p
         assert not said
     else:
         assert said == [f"the file {wanted}: what that changes outside this process stays changed"]
+
+
+def test_dynamo_that_a_file_imports_compiles_the_model_as_elsewhere(tmp_path: Path) -> None:
+    """It keeps some functions of torch when it is imported, which a scan replaces while it loads."""
+    path = tmp_path / "sliced.py"
+    path.write_text(
+        "import torch, torch._dynamo\nfrom torch import nn\nclass Net(nn.Module):\n    def __init__(self):\n"
+        "        super().__init__()\n        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))\n"
+        "    def forward(self, x):\n        for layer in self.layers[:2]:\n            x = layer(x)\n        return x\n"
+        "model, inputs = Net(), torch.randn(2, 4)\nmodel(inputs)\n"
+    )
+    code = (
+        "import sys, torch\nfrom lowprec_check.engine.model.load_target import load_target\n"
+        "target = load_target(sys.argv[1])\nassert 'torch._dynamo' in sys.modules\n"
+        "torch.compile(target.model, backend='eager', fullgraph=True)(*target.args)\n"
+    )
+    command = [sys.executable, "-c", code, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
