@@ -109,6 +109,8 @@ class RoundSchedule:
         if seconds is None:
             seconds = ROUNDS_SECONDS * (FINAL if final else 1.0)
         self._seconds = seconds
+        self.preparing = 0.0
+        """Seconds since the first round began that took no times: backends prepared models."""
         self.number = 1 + max((number for turns in self.turns for number in turns), default=-1)
 
     def __iter__(self) -> Iterator[int]:
@@ -121,7 +123,7 @@ class RoundSchedule:
             least = FEW + self.is_disturbed
             done = self.number - first
             if done and self.number >= least:
-                elapsed = system.monotonic() - started
+                elapsed = system.monotonic() - started - self.preparing
                 if elapsed + elapsed / done > self._limit(rows, follows=bool(first)):
                     return
             for row in rows if self.number % 2 == 0 else reversed(rows):

@@ -33,7 +33,14 @@ from lowprec_check.errors import UsageError
 from lowprec_check.features.times import rounds
 from lowprec_check.features.times.rounds import LONG_SECONDS, NextTurn, RoundSchedule, TurnFailed, Turns, TurnTimed
 from lowprec_check.features.times.speedups import FEW, ONE_CALL, latency_outside_rounds
-from lowprec_check.features.times.turns import WARM_UP_CALLS, TimedCalls, TimeTask, TurnsTask, failure_of
+from lowprec_check.features.times.turns import (
+    WARM_UP_CALLS,
+    TimedCalls,
+    TimeTask,
+    TurnsTask,
+    copies_fit,
+    failure_of,
+)
 from lowprec_check.process import system
 from lowprec_check.process.function_worker import Ended, Method
 from lowprec_check.process.supervisor import StateEvent, Supervisor
@@ -41,7 +48,6 @@ from lowprec_check.schema.axes import Call
 from lowprec_check.schema.measures import Latency, Scenario, Timing, TimingConditions
 from lowprec_check.schema.run_key import EAGER, RunKey
 from lowprec_check.schema.scan_result import Run
-from lowprec_check.torchkit.devices import free_memory
 from lowprec_check.torchkit.pytree import leaves, map_tensors
 
 SLOW_SECONDS, SLOW_RATIO = 5.0, 10.0
@@ -52,8 +58,6 @@ MOST_AGAIN_SECONDS = 20.0
 """How long one round may take of those that decide between the fastest runs."""
 AT_ONCE = 5
 """Runs timed beside fp32 in the same rounds."""
-MEMORY = 0.25
-"""The part of the free memory that copies of the weights may take while runs are timed."""
 
 
 def time_runs(fp32: Run, runs: Sequence[Run], task_of: Callable[[Run], ModelTask], launcher: Launcher) -> TimedRuns:
@@ -70,7 +74,11 @@ def time_runs(fp32: Run, runs: Sequence[Run], task_of: Callable[[Run], ModelTask
 
     def take(group: Sequence[Run], *, final: bool = False) -> None:
         tasks = [task_of(run) for run in group]
-        forks = launcher.isolation == "fork" and tasks[0].device == "cpu" and _copies_fit(tasks, launcher.source)
+        forks = (
+            launcher.isolation == "fork"
+            and tasks[0].device == "cpu"
+            and copies_fit(tasks, launcher.source.target.model)
+        )
         # Rounds of several groups cannot be compared.
         earlier: tuple[Turns, ...] = ()
         if final and len(timed) <= AT_ONCE:
@@ -162,13 +170,6 @@ def _is_timed(run: Run, fp32: Run, *, accelerated: bool) -> bool:
     if accelerated:
         seconds, ratio = SLOW_SECONDS, SLOW_RATIO
     return run_ms <= max(seconds * 1e3, ratio * fp32_ms)
-
-
-def _copies_fit(tasks: Sequence[ModelTask], source: TargetSource) -> bool:
-    """Whether each run can have its own copy of the weights, where it casts them."""
-    weights = sum(tensor.numel() * tensor.element_size() for tensor in source.target.model.parameters())
-    copies = sum(not task.is_reference and not (task.uses_autocast and task.backend == EAGER) for task in tasks)
-    return weights * copies <= MEMORY * free_memory(torch.device("cpu"))
 
 
 # -- The rounds

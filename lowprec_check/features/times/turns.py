@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
+from collections.abc import Sequence
 
 import msgspec
 import torch
+from torch import nn
 
 from lowprec_check.core.messages import Receive, Send, TaskAnswer
+from lowprec_check.core.preparation import OnBackend
 from lowprec_check.core.tasks import ModelTask
 from lowprec_check.engine.model.plain_run import call_once, run_once
 from lowprec_check.engine.model.prepared import Prepared
@@ -22,7 +25,7 @@ from lowprec_check.features.times.rounds import LONG_SECONDS, NextTurn, RoundSch
 from lowprec_check.process import system
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.torchkit.compiled import compiled_frames
-from lowprec_check.torchkit.devices import seed_everything
+from lowprec_check.torchkit.devices import free_memory, seed_everything
 
 # -- What disturbs times: threads that wait for a core, a processor that changes its speed
 
@@ -214,6 +217,16 @@ def _enough(seconds: list[float], least: float) -> bool:
 
 # -- What a worker does
 
+MEMORY = 0.25
+"""The part of the free memory that copies of the weights may take while runs are timed."""
+
+
+def copies_fit(tasks: Sequence[ModelTask], model: nn.Module) -> bool:
+    """Whether each run can have its own copy of the weights, where it or its backend makes one."""
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
+    copies = sum(not task.is_reference and not (task.uses_autocast and task.backend == EAGER) for task in tasks)
+    return weights * copies <= MEMORY * free_memory(torch.device(tasks[0].device))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TimeTask(ModelTask):
@@ -236,21 +249,30 @@ class TimeTask(ModelTask):
         return "times", "round 1"
 
     def do(self, target: Target, send: Send, receive: Receive) -> None:
-        """Cast the model in place for each turn, and send each."""
+        """Cast the model in place for each turn, and send each. What backends made is kept."""
         patient = torch.device(self.device).type != "cpu"
         schedule = RoundSchedule(len(self.runs), final=self.final, patient=patient, earlier=self.earlier)
         changes_parameters = any(run.changes_parameters for run in self.runs)
         snapshot = Snapshot(target.model, target.rewound, parameters=changes_parameters)
+        made: dict[int, OnBackend] = {}
+        keeps = copies_fit(self.runs, target.model)
         for row in schedule:
             run = self.runs[row]
             turn: TurnTimed | TurnFailed
             try:
-                started = system.perf_counter()
+                started = system.monotonic()
                 with run.mode.ready(run, target, snapshot) as ready:
+                    # In each turn of a run, the model is as it was when its backend prepared it.
+                    is_prepared = row in made
+                    if is_prepared:
+                        ready = ready.calling(made[row])
                     calls = TimedCalls(run, target, ready)
-                    calls.warm_up()
+                    calls.warm_up(1 if is_prepared else None)
+                    if keeps and isinstance(ready.call, OnBackend) and not is_prepared:
+                        made[row] = ready.call
+                        schedule.preparing += system.monotonic() - started
                     # Otherwise most of the time goes into preparing.
-                    least = min(LONG_SECONDS, system.perf_counter() - started)
+                    least = min(LONG_SECONDS, system.monotonic() - started)
                     turn = calls.turn(row, schedule.number, on_one_core=schedule.is_disturbed, least=least)
             except BaseException as error:
                 reraise_interrupt(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
@@ -297,11 +298,48 @@ def test_weights_too_large_for_copies_are_cast_in_place(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(timed_runs, "time_in_rounds", spy)
     for free in (10_000, 100):
-        monkeypatch.setattr(timed_runs, "free_memory", lambda device, free=free: free)
+        monkeypatch.setattr(turns, "free_memory", lambda device, free=free: free)
         _, found = timed(Counts(tmp_path / "calls"), torch.randn(4, 8), "half")
         assert found.runs[1].latency is not None
         assert found.runs[1].latency.speedup is not None
     assert seen == [True, False]
+
+
+class Copies(Backend):
+    """Prepares copies, and counts them."""
+
+    name = "copies"
+    summary = "copies of the model"
+    prepared = 0
+
+    def prepare(self, model: Any, example: Any) -> Any:
+        type(self).prepared += 1
+        return copy.deepcopy(model)
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("fits", [True, False])
+def test_in_one_process_a_backend_prepares_once_for_all_rounds_if_copies_fit(
+    register: Register, monkeypatch: pytest.MonkeyPatch, fits: bool
+) -> None:
+    register(Copies())
+    monkeypatch.setattr(Copies, "prepared", 0)
+    monkeypatch.setattr(turns, "free_memory", lambda device: 10_000 if fits else 100)
+    source = TargetSource(make_target(nn.Linear(8, 8), torch.randn(4, 8)))
+    machine = Machine(environment={"device": "cpu"})
+    with open_runs(source, ScanOptions(errors="none", further_inputs=0), machine, "none") as target_runs:
+        target_runs.reference()
+        run = target_runs.run("bfloat16", "copies", instrumented=False)
+        before = Copies.prepared
+        latency = target_runs.time([run]).runs[1].latency
+    assert latency is not None
+    assert latency.speedup is not None
+    rounds_timed = latency.speedup.rounds
+    assert rounds_timed >= 3
+    if fits:
+        assert Copies.prepared - before == 1
+    else:
+        assert Copies.prepared - before >= rounds_timed
 
 
 class Grows(nn.Module):
