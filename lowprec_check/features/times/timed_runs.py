@@ -46,7 +46,7 @@ from lowprec_check.process.function_worker import Ended, Method
 from lowprec_check.process.supervisor import StateEvent, Supervisor
 from lowprec_check.schema.axes import Call
 from lowprec_check.schema.measures import Latency, Scenario, Timing, TimingConditions
-from lowprec_check.schema.run_key import EAGER, RunKey
+from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import Run
 from lowprec_check.torchkit.pytree import leaves, map_tensors
 
@@ -74,11 +74,8 @@ def time_runs(fp32: Run, runs: Sequence[Run], task_of: Callable[[Run], ModelTask
 
     def take(group: Sequence[Run], *, final: bool = False) -> None:
         tasks = [task_of(run) for run in group]
-        forks = (
-            launcher.isolation == "fork"
-            and tasks[0].device == "cpu"
-            and copies_fit(tasks, launcher.source.target.model)
-        )
+        forks = launcher.isolation == "fork" and tasks[0].device == "cpu"
+        forks = forks and copies_fit(tasks, launcher.source.target.model)
         # Rounds of several groups cannot be compared.
         earlier: tuple[Turns, ...] = ()
         if final and len(timed) <= AT_ONCE:

@@ -262,15 +262,16 @@ class TimeTask(ModelTask):
             try:
                 started = system.monotonic()
                 with run.mode.ready(run, target, snapshot) as ready:
-                    # In each turn of a run, the model is as it was when its backend prepared it.
-                    is_prepared = row in made
-                    if is_prepared:
-                        ready = ready.calling(made[row])
-                    calls = TimedCalls(run, target, ready)
-                    calls.warm_up(1 if is_prepared else None)
-                    if keeps and isinstance(ready.call, OnBackend) and not is_prepared:
-                        made[row] = ready.call
-                        schedule.preparing += system.monotonic() - started
+                    if row in made:
+                        # The model is as it was when its backend prepared it.
+                        calls = TimedCalls(run, target, ready.calling(made[row]))
+                        calls.warm_up(1)
+                    else:
+                        calls = TimedCalls(run, target, ready)
+                        calls.warm_up()
+                        if keeps and isinstance(ready.call, OnBackend):
+                            made[row] = ready.call
+                            schedule.preparing += system.monotonic() - started
                     # Otherwise most of the time goes into preparing.
                     least = min(LONG_SECONDS, system.monotonic() - started)
                     turn = calls.turn(row, schedule.number, on_one_core=schedule.is_disturbed, least=least)
