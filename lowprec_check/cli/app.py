@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-import typer
-from typer.core import TyperGroup
-from typer.main import get_command
+import click
 
+from lowprec_check.cli.parameters import CommandGroup, Option
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.process.interpreter import change_folder, current_folder
 
@@ -54,7 +53,7 @@ in their folders, and follow.
 """
 
 
-class _ImportedOnUse(TyperGroup):
+class _ImportedOnUse(CommandGroup):
     """The commands; the help of all imports the module of none that :data:`COMMANDS` names."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -76,9 +75,6 @@ class _ImportedOnUse(TyperGroup):
         """Add the commands of ``modules``, each of which registers its own with :data:`app`."""
         for module in sorted(modules):
             importlib.import_module(f"{PACKAGE}.{module}")
-        if modules:
-            registered: Any = get_command(app)
-            self.commands.update(registered.commands)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write a line for each command."""
@@ -98,39 +94,34 @@ def _modules_of_features() -> set[str]:
     return modules
 
 
-app = typer.Typer(
-    name="lowprec-check",
-    cls=_ImportedOnUse,
-    help="Check a PyTorch model in fp16 and bf16: does it run, is it accurate, is it faster, and what to do.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-
-def _print_version(value: bool) -> None:
+def _print_version(context: click.Context, _parameter: click.Parameter, value: bool) -> None:
     if value:
         from lowprec_check.catalog.versions import own_version
 
         print(f"lowprec-check {own_version()}")
-        raise typer.Exit
+        context.exit()
 
 
-@app.callback()
-def _global_options(
-    context: typer.Context,
-    _version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
-    ] = False,
-    no_settings: Annotated[
-        bool, typer.Option("--no-settings", help="Ignore [tool.lowprec-check] in pyproject.toml.")
-    ] = False,
-) -> None:
+_VERSION = Option("--version", callback=_print_version, is_eager=True, expose_value=False, help="Print the version.")
+_NO_SETTINGS = Option("--no-settings", help="Ignore [tool.lowprec-check] in pyproject.toml.")
+
+
+@click.pass_context
+def _use_settings(context: click.Context, *, no_settings: bool) -> None:
     if not no_settings:
         from lowprec_check.cli.settings import default_options
 
         context.default_map = default_options(context.command, context)
+
+
+app = _ImportedOnUse(
+    name="lowprec-check",
+    help="Check a PyTorch model in fp16 and bf16: does it run, is it accurate, is it faster, and what to do.",
+    params=[_VERSION.parameter("version", bool, False), _NO_SETTINGS.parameter("no_settings", bool, False)],
+    callback=_use_settings,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
 # -- What is printed, and where
@@ -184,7 +175,7 @@ def print_text(document: Document, **options: Any) -> None:
     sys.stdout.write(text(document, **options, **screen_size()))
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Json = Annotated[bool, Option("--json", help="Print JSON.")]
 
 
 def print_answer(answer: Any, document: Callable[[Any], Document], json: bool) -> None:

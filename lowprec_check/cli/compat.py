@@ -6,10 +6,11 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+import click
 
 from lowprec_check.cli.app import FINDINGS, app, print_status
 from lowprec_check.cli.options import OTHER_COMMANDS, Backends, Budget, Devices, Precisions, Quiet
+from lowprec_check.cli.parameters import Argument, Option
 from lowprec_check.errors import Terminated, UsageError
 from lowprec_check.schema.axes import BACKENDS, device_of
 from lowprec_check.schema.precisions import PRECISIONS
@@ -22,28 +23,28 @@ if TYPE_CHECKING:
 
 FromFile = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         "--from-file",
         metavar="LIST",
         help="File with one target per line, followed by scan options; # starts a comment.",
     ),
 ]
 ScanOptions = Annotated[
-    str, typer.Option("--scan-options", help='More options for each scan, e.g. "--seed 1 --errors none".')
+    str, Option("--scan-options", help='More options for each scan, e.g. "--seed 1 --errors none".')
 ]
 Engine = Annotated[
     str | None,
-    typer.Option(help="Run the scans on a dask cluster, dask://HOST:PORT (extra cluster); dask alone: locally."),
+    Option(help="Run the scans on a dask cluster, dask://HOST:PORT (extra cluster); dask alone: locally."),
 ]
 
 
 @app.command()
 def compat(
     targets: Annotated[
-        list[str] | None, typer.Argument(metavar="[TARGET]...", help="Models to scan, written as for scan.")
+        list[str] | None, Argument(metavar="[TARGET]...", help="Models to scan, written as for scan.")
     ] = None,
     from_file: FromFile = None,
-    report: Annotated[Path, typer.Option("--report", "-o", metavar="FOLDER", help="Folder for the report.")] = Path(
+    report: Annotated[Path, Option("--report", "-o", metavar="FOLDER", help="Folder for the report.")] = Path(
         "reports"
     ),
     device: Devices = None,
@@ -52,12 +53,10 @@ def compat(
     budget: Budget = None,
     scan_options: ScanOptions = "",
     jobs: Annotated[
-        int, typer.Option("--jobs", "-j", min=1, help="Number of parallel scans; they distort each other's times.")
+        int, Option("--jobs", "-j", least=1, help="Number of parallel scans; they distort each other's times.")
     ] = 1,
     engine: Engine = None,
-    timeout: Annotated[
-        float, typer.Option(min=1.0, help="Seconds after which the scan of a model is stopped.")
-    ] = 1800.0,
+    timeout: Annotated[float, Option(least=1, help="Seconds after which the scan of a model is stopped.")] = 1800.0,
     quiet: Quiet = False,
 ) -> None:
     """Scan many models and write a compatibility matrix. Run the same command again to resume
@@ -115,7 +114,7 @@ def compat(
             "the saved scans were removed.\n"
             "Run compat with these models again to scan them again."
         )
-    raise typer.Exit(FINDINGS if failed or without_pages else 0)
+    raise click.exceptions.Exit(FINDINGS if failed or without_pages else 0)
 
 
 def _options(

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+import click
 
 from lowprec_check.cli.app import (
     FINDINGS,
@@ -20,6 +20,7 @@ from lowprec_check.cli.app import (
     print_text,
     read_saved,
 )
+from lowprec_check.cli.parameters import Argument, Option
 from lowprec_check.errors import UsageError
 from lowprec_check.report.registry import FORMATS, ReportFormat, diff_formats, document_of, format_of, suffixes
 from lowprec_check.schema.base import write_file
@@ -36,12 +37,12 @@ _SAVE = f"{SAVE_SCAN}, or a coverage with: pytest --lowprec-coverage half --lowp
 @app.command()
 def diff(
     old: Annotated[
-        Path, typer.Argument(metavar="OLD.json", help="A scan saved with scan --json, or the coverage of a test suite.")
+        Path, Argument(metavar="OLD.json", help="A scan saved with scan --json, or the coverage of a test suite.")
     ],
-    new: Annotated[Path, typer.Argument(metavar="NEW.json", help="What to compare with it.")],
+    new: Annotated[Path, Argument(metavar="NEW.json", help="What to compare with it.")],
     format: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--format",
             "-f",
             help=f"{choices(diff_formats())}. Default: by the suffix of FILE; without --report, text.",
@@ -49,7 +50,7 @@ def diff(
     ] = None,
     report: Annotated[
         list[Path] | None,
-        typer.Option(
+        Option(
             "--report", "-o", metavar="FILE", help=f"Write to FILE: {choices(suffixes(of_diffs=True))}; repeatable."
         ),
     ] = None,
@@ -103,7 +104,7 @@ def diff(
         write_file(file, file_format.render_diff(difference))
     if files and difference.warnings:  # which a reader of the output alone would see
         print_status(f"warning: the two were recorded under different conditions: {'; '.join(difference.warnings)}")
-    raise typer.Exit(FINDINGS if difference.regressions else 0)
+    raise click.exceptions.Exit(FINDINGS if difference.regressions else 0)
 
 
 def _diff_format(format: ReportFormat) -> ReportFormat:

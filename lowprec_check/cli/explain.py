@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from lowprec_check.cli.app import app, print_text, screen_size
-from lowprec_check.cli.options import completing
+from lowprec_check.cli.parameters import Argument
 from lowprec_check.errors import UsageError
 
 
@@ -21,10 +19,10 @@ def _codes() -> list[str]:
 def explain(
     code: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="[CODE]",
-            autocompletion=completing(_codes),
             help="Code or name, e.g. LP101 or missing-kernel. Default: list all.",
+            names=_codes,
         ),
     ] = None,
 ) -> None:

@@ -4,28 +4,27 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from lowprec_check.cli.app import Json, app, print_answer
+from lowprec_check.cli.parameters import Argument, CommandGroup, Option
 from lowprec_check.schema.axes import catalogued
 from lowprec_check.schema.registry import choices
 
-catalog = typer.Typer(no_args_is_help=True, help="Operator support by dtype, device and torch release.")
-app.add_typer(catalog, name="catalog")
+catalog = CommandGroup("catalog", help="Operator support by dtype, device and torch release.", no_args_is_help=True)
+app.add_command(catalog)
 
-OneDevice = Annotated[str, typer.Option(help=f"Device: {choices(catalogued())}.")]
+OneDevice = Annotated[str, Option(help=f"Device: {choices(catalogued())}.")]
 
 
 @app.command()
 def op(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Operator, e.g. dot, torch.dot, aten::dot, linalg.svd or F.conv2d.")
+        str, Argument(metavar="NAME", help="Operator, e.g. dot, torch.dot, aten::dot, linalg.svd or F.conv2d.")
     ],
-    dtype: Annotated[str | None, typer.Option(help="half, bfloat16 or fp32. Default: half and bfloat16.")] = None,
-    device: Annotated[str | None, typer.Option(help=f"Device: {choices(catalogued())}. Default: all.")] = None,
+    dtype: Annotated[str | None, Option(help="half, bfloat16 or fp32. Default: half and bfloat16.")] = None,
+    device: Annotated[str | None, Option(help=f"Device: {choices(catalogued())}. Default: all.")] = None,
     torch: Annotated[
         str | None,
-        typer.Option(help="Torch release, e.g. 2.8. Default: the installed one, then the newest in the catalog."),
+        Option(help="Torch release, e.g. 2.8. Default: the installed one, then the newest in the catalog."),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -40,13 +39,13 @@ def op(
 
 @catalog.command()
 def diff(
-    before: Annotated[str, typer.Argument(metavar="BEFORE", help="A torch release, e.g. 2.8.")],
+    before: Annotated[str, Argument(metavar="BEFORE", help="A torch release, e.g. 2.8.")],
     after: Annotated[
         str,
-        typer.Argument(metavar="AFTER", help="The torch release to compare with, e.g. 2.13; it may be an older one."),
+        Argument(metavar="AFTER", help="The torch release to compare with, e.g. 2.13; it may be an older one."),
     ],
     device: OneDevice = "cpu",
-    dtype: Annotated[str | None, typer.Option(help="half or bfloat16. Default: both.")] = None,
+    dtype: Annotated[str | None, Option(help="half or bfloat16. Default: both.")] = None,
     json: Json = False,
 ) -> None:
     """Show which operators gained or lost support between two torch releases."""
@@ -59,10 +58,8 @@ def diff(
 @catalog.command()
 def gaps(
     device: OneDevice = "cpu",
-    dtype: Annotated[str, typer.Option(help="half or bfloat16.")] = "half",
-    torch: Annotated[
-        str | None, typer.Option(help="Torch release, e.g. 2.8. Default: the newest in the catalog.")
-    ] = None,
+    dtype: Annotated[str, Option(help="half or bfloat16.")] = "half",
+    torch: Annotated[str | None, Option(help="Torch release, e.g. 2.8. Default: the newest in the catalog.")] = None,
     json: Json = False,
 ) -> None:
     """List the operators that run in fp32 but fail, always or sometimes, in a lower precision."""

@@ -9,11 +9,10 @@ import os
 import re
 import signal
 import sys
-import tempfile
 import threading
 import warnings
 
-import typer
+import click
 
 from lowprec_check.cli.app import INTERRUPTED, TOOL_FAILED, USAGE_ERROR, app, close_stdout, print_error, print_status
 from lowprec_check.errors import LONGEST_MESSAGE, ProcessLostError, Terminated, first_line, traceback_of, usage_error_of
@@ -67,7 +66,7 @@ def _report(error: BaseException) -> int:
     if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):
         error = error.__context__  # the parser turns it into exit code 1, which means findings
     # How the user, or a signal, ended it.
-    if isinstance(error, (KeyboardInterrupt, typer.Abort)):
+    if isinstance(error, (KeyboardInterrupt, click.Abort)):
         return INTERRUPTED
     if isinstance(error, Terminated):
         print_status(f"ended by {error.name}")
@@ -101,6 +100,8 @@ def _report(error: BaseException) -> int:
     places = re.findall(r'File ".*?(lowprec_check[/\\][^"]+)", line (\d+)', trace)
     where = "".join(f" at {file}:{line}" for file, line in places[-1:])
     print_status(f"lowprec-check failed{where}: {first_line(trace.rstrip().splitlines()[-1])[:LONGEST_MESSAGE]}")
+    import tempfile
+
     try:
         with tempfile.NamedTemporaryFile(
             "w", encoding="utf-8", prefix="lowprec-check-", suffix=".txt", delete=False

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
-import typer
-from typer.core import TyperCommand
+import click
 
 from lowprec_check import process
+from lowprec_check.cli.parameters import Argument, Command, Option
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.options import (
     FORMS,
@@ -29,7 +29,7 @@ from lowprec_check.schema.options import (
 # -- The declared options as parameters of a command
 
 UNLISTED = "not in --help: "
-"""Starts the panel of an option that only ``--help-all`` lists; what follows is its group."""
+"""Starts the group of an option that only ``--help-all`` lists; what follows is its group."""
 
 _ALL = f"{__name__}.all"
 """The key in the context of a command whose help lists all options."""
@@ -38,7 +38,7 @@ _ALL = f"{__name__}.all"
 class TargetRequest(NamedTuple):
     """What commands that run a target have in common: parameters, one by one, of the parser."""
 
-    context: typer.Context
+    context: click.Context
     target: Target
     isolation: Isolation = None
     quiet: Quiet = False
@@ -59,15 +59,14 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
     for name, value_kind, default, about in declared_in(kind):
         if about.takes_several:
             details = f"{about.details} Repeatable or comma-separated.".lstrip()
-            info = _option(name, about, f"{about.head()}\n\n{details}")
-            declared[name] = _keyword(name, list[str] | None, None, info)
+            made = _option(name, about, f"{about.head()}\n\n{details}")
+            declared[name] = _keyword(name, list[str] | None, None, made)
         else:
-            info = _option(name, about, f"{about.head()}\n\n{about.details}".rstrip())
-            declared[name] = _keyword(name, value_kind, default, info)
+            made = _option(name, about, f"{about.head()}\n\n{about.details}".rstrip())
+            declared[name] = _keyword(name, value_kind, default, made)
 
     @functools.wraps(command)
     def with_options(**arguments: Any) -> None:
-        del arguments["help_all"]  # its callback has printed the help and ended the command
         values = {name: arguments.pop(name) for name in declared}
         if "request" in signature.parameters:
             arguments["request"] = TargetRequest(**{name: arguments.pop(name) for name in TargetRequest._fields})
@@ -82,37 +81,39 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
     parameters: list[inspect.Parameter] = []
     for name, parameter in signature.parameters.items():
         parameters += expanded.get(name, [parameter])
-    everything = typer.Option("--help-all", callback=_print_help, is_eager=True, help="Show all options and exit.")
+    everything = Option(
+        "--help-all", callback=_print_help, is_eager=True, expose_value=False, help="Show all options and exit."
+    )
     parameters.append(_keyword("help_all", bool, False, everything))
     with_options.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return with_options
 
 
-def _keyword(name: str, kind: Any, default: Any, info: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])
+def _keyword(name: str, kind: Any, default: Any, made: Option) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, made])
 
 
-def _print_help(context: typer.Context, value: bool) -> None:
+def _print_help(context: click.Context, _parameter: click.Parameter, value: bool) -> None:
     if value:
         context.meta[_ALL] = True
         print(context.get_help())
-        raise typer.Exit
+        context.exit()
 
 
-def _option(name: str, declared: Declared, text: str) -> Any:
+def _option(name: str, declared: Declared, text: str) -> Option:
     names, metavar = declared.names, declared.metavar
     if declared.registry is not None:
         names = names or declared.registry.names
         metavar = metavar or "NAME"
     if declared.takes_several:
         metavar = f"{metavar},..."
-    return typer.Option(
+    return Option(
         *(declared.flags or (f"--{name.replace('_', '-')}",)),
-        metavar=metavar,
-        min=0.1 if declared.above is not None else declared.least,  # typer has no limit that is itself excluded
-        autocompletion=completing(names) if names is not None else None,
         help=text,
-        rich_help_panel=declared.group if declared.listed else f"{UNLISTED}{declared.group}",
+        group=declared.group if declared.listed else f"{UNLISTED}{declared.group}",
+        least=declared.least if declared.above is None else 0.1,
+        names=names,
+        metavar=metavar,
     )
 
 
@@ -133,8 +134,8 @@ OTHER_COMMANDS = {
 """By the name of the command instead of which they are run."""
 
 
-class GroupedHelp(TyperCommand):
-    """A command whose help lists options in groups: their panels.
+class GroupedHelp(Command):
+    """A command whose help lists options in groups.
 
     ``--help`` leaves out those that are :data:`UNLISTED`, and of others all paragraphs but the
     first; ``--help-all`` has everything.
@@ -149,10 +150,10 @@ class GroupedHelp(TyperCommand):
             if record is None:
                 continue
             names, text = record
-            panel = getattr(parameter, "rich_help_panel", None) or OUTPUT  # --help itself has none
+            group = getattr(parameter, "group", "") or OUTPUT  # --help itself has none
             if parameter.param_type_name == "argument":
-                panel = "Arguments"
-            if panel.startswith(UNLISTED) and not lists_all:
+                group = "Arguments"
+            if group.startswith(UNLISTED) and not lists_all:
                 is_complete = False
                 continue
             own: str = getattr(parameter, "help", None) or ""
@@ -163,7 +164,7 @@ class GroupedHelp(TyperCommand):
                 first = f"{first} {details}"
             else:
                 is_complete = is_complete and not details
-            groups.setdefault(panel.removeprefix(UNLISTED), []).append((names, f"{first}{added}"))
+            groups.setdefault(group.removeprefix(UNLISTED), []).append((names, f"{first}{added}"))
         groups[RUN] += [(other.option, other.help) for other in OTHER_COMMANDS.get(self.name or "", [])]
         for group, records in groups.items():
             if records:
@@ -211,7 +212,7 @@ class WithScriptArguments(GroupedHelp):
         return [*super().collect_usage_pieces(ctx), "[-- ARGUMENTS]"]
 
 
-def script_arguments(context: typer.Context) -> tuple[str, ...]:
+def script_arguments(context: click.Context) -> tuple[str, ...]:
     """The arguments given to the script."""
     arguments: tuple[str, ...] = context.meta.get(__name__, ())
     return arguments
@@ -220,25 +221,15 @@ def script_arguments(context: typer.Context) -> tuple[str, ...]:
 # -- Options of several commands
 
 
-def completing(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """What a shell completes: the names that start with what was typed, behind the last comma."""
-
-    def complete(incomplete: str) -> list[str]:
-        before, comma, typed = incomplete.rpartition(",")
-        return [f"{before}{comma}{name}" for name in names() if name.startswith(typed)]
-
-    return complete
-
-
-def _declared(options: type[DeclaredOptions], name: str, more: str = "; repeatable or comma-separated") -> Any:
+def _declared(options: type[DeclaredOptions], name: str, more: str = "; repeatable or comma-separated") -> Option:
     """One declared option, for a command that takes a few of them."""
     declared = {option: declared for option, _, _, declared in declared_in(options)}[name]
     return _option(name, declared, declared.head(more))
 
 
-def grouped(group: str, *flags: str, listed: bool = True, **more: Any) -> Any:
-    """An option of commands only, in a group of their help; ``more`` as in ``typer.Option``."""
-    return typer.Option(*flags, rich_help_panel=group if listed else f"{UNLISTED}{group}", **more)
+def grouped(group: str, *flags: str, listed: bool = True, **more: Any) -> Option:
+    """An option of commands only, in a group of their help; ``more`` as in :class:`Option`."""
+    return Option(*flags, group=group if listed else f"{UNLISTED}{group}", **more)
 
 
 Precisions = Annotated[list[str] | None, _declared(ScanOptions, "precisions")]
@@ -246,7 +237,7 @@ Backends = Annotated[list[str] | None, _declared(ScanOptions, "backends")]
 Budget = Annotated[float | None, _declared(ScanOptions, "budget", ", as in scan")]
 Devices = Annotated[list[str] | None, _declared(ScanOptions, "device", "; repeatable, one row per device")]
 Device = Annotated[str | None, _declared(PlanOptions, "device", "")]
-Target = Annotated[str, typer.Argument(metavar="TARGET", help=f"Model: {FORMS}.")]
+Target = Annotated[str, Argument(metavar="TARGET", help=f"Model: {FORMS}.")]
 Inputs = Annotated[
     list[str] | None,
     grouped(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+import click
 
 from lowprec_check.cli.app import (
     FINDINGS,
@@ -21,6 +21,7 @@ from lowprec_check.cli.app import (
     print_text,
 )
 from lowprec_check.cli.options import grouped
+from lowprec_check.cli.parameters import Argument, Option
 from lowprec_check.errors import UsageError
 from lowprec_check.report.registry import FORMATS, format_of, suffixes, write
 from lowprec_check.schema.options import OUTPUT, FailOn
@@ -47,10 +48,10 @@ Verbose = Annotated[bool, grouped(OUTPUT, "--verbose", "-v", help="List all find
 
 @app.command()
 def report(
-    scan: Annotated[Path, typer.Argument(metavar="SCAN.json", help="A scan saved with scan --json; - for stdin.")],
+    scan: Annotated[Path, Argument(metavar="SCAN.json", help="A scan saved with scan --json; - for stdin.")],
     format: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--format",
             "-f",
             help=f"{choices(FORMATS.names())}. Default: by the suffix of FILE; else text.",
@@ -58,7 +59,7 @@ def report(
     ] = None,
     report: Annotated[
         list[Path] | None,
-        typer.Option(
+        Option(
             "--report",
             "-o",
             metavar="FILE",
@@ -68,7 +69,7 @@ def report(
     ] = None,
     fail_on: Annotated[
         FailOn | None,
-        typer.Option(
+        Option(
             help="Exit 1 as scan --fail-on does, and decide so what fails in JUnit. Default: exit 0; JUnit as "
             "the scan was asked."
         ),
@@ -90,7 +91,7 @@ def report(
     for file in files:
         write(result, file, format, verbose=verbose)
     if fail_on is not None and failure(result).fails:
-        raise typer.Exit(FINDINGS)
+        raise click.exceptions.Exit(FINDINGS)
 
 
 def check_reports(files: list[Path], format: str | None = None) -> None:

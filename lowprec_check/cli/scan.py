@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+import click
 
 from lowprec_check.cli.app import (
     FINDINGS,
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 @takes_options
 def scan(
     *,
-    context: typer.Context,
+    context: click.Context,
     target: Target,
     inputs: Inputs = None,
     weights: Weights = None,
@@ -155,8 +155,8 @@ def scan(
                 saves = [*saves, (concluded.plan.save, save_plan)]
             complete = save_files(concluded, json, report or [], saves, verbose=verbose)
     if not complete:
-        raise typer.Exit(USAGE_ERROR)
-    raise ended_by or typer.Exit(FINDINGS if failure(concluded).fails else 0)
+        raise click.exceptions.Exit(USAGE_ERROR)
+    raise ended_by or click.exceptions.Exit(FINDINGS if failure(concluded).fails else 0)
 
 
 def _explaining_what_is_read(options: ScanOptions, *, reads_findings: bool, writes: bool) -> ScanOptions:

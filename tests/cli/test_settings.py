@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from conftest import Call
-from typer.main import get_command
 
 from lowprec_check import ScanResult
 from lowprec_check.cli.app import app
@@ -143,7 +142,7 @@ def test_the_help_of_scan_fits_two_screens(narrow: Callable[..., str]) -> None:
 @pytest.mark.parametrize("command", ["scan", "plan", "fix"])
 def test_every_option_is_in_one_group_of_the_whole_help(command: str, narrow: Callable[..., str]) -> None:
     short, whole = (options_by_group(narrow(command, option)) for option in ("--help", "--help-all"))
-    parameters = get_command(app).commands[command].params  # type: ignore[attr-defined]
+    parameters = app.commands[command].params
     flags = [parameter.opts for parameter in parameters if parameter.param_type_name == "option"]
     names = ["--help", *(next(flag for flag in opts if flag.startswith("--")) for opts in flags)]
     names += [other.option for other in OTHER_COMMANDS.get(command, [])]
@@ -180,12 +179,12 @@ def test_details_are_in_the_whole_help_only(narrow: Callable[..., str]) -> None:
 )
 def test_completion_in_bash(line: str, expected: list[str]) -> None:
     words = line.split(" ")
-    environment = {"_LOWPREC_CHECK_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
+    environment = {"_LOWPREC_CHECK_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
     code = "import sys; sys.argv[0] = 'lowprec-check'; from lowprec_check.cli.main import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, check=False
     )
-    assert set(expected) <= set(done.stdout.split()), done.stderr
+    assert {f"plain,{word}" for word in expected} <= set(done.stdout.split()), done.stderr
 
 
 def test_a_key_of_the_table_applies_where_its_value_is_accepted(project: Callable[[str], Path], call: Call) -> None:

@@ -377,7 +377,7 @@ def test_the_action_installs_itself(project: Project, tmp_path: Path) -> None:
 def test_modules_of_the_pull_request_take_the_place_of_none(project: Project) -> None:
     """``python -m`` would run those in the checkout."""
     tells = "import pathlib, sys\npathlib.Path('pwned').touch()\nsys.exit(0)\n"
-    names = ("pip", "lowprec_check", "runpy", "typer", "token")
+    names = ("pip", "lowprec_check", "runpy", "click", "token")
     project.commit(**{f"{name}__py": tells for name in names})
     inputs = {"python": sys.executable, "target": "missing.py"}
     installed = project.run(

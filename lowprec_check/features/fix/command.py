@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
+import click
 
 from lowprec_check.cli.app import (
     FINDINGS,
@@ -59,7 +59,7 @@ _OF_SCRIPTS = ("train", "steps", "seed", "tolerance")
 @takes_options
 def fix(
     *,
-    context: typer.Context,
+    context: click.Context,
     target: Target,
     inputs: Inputs = None,
     weights: Weights = None,
@@ -127,8 +127,8 @@ def fix(
     if apply:
         _write(texts)
     if not complete:
-        raise typer.Exit(USAGE_ERROR)
-    raise typer.Exit(FINDINGS if not fixing.passes or (check and fixing.due) else 0)
+        raise click.exceptions.Exit(USAGE_ERROR)
+    raise click.exceptions.Exit(FINDINGS if not fixing.passes or (check and fixing.due) else 0)
 
 
 def _is_autocast(name: str) -> bool:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
+import click
 
 from lowprec_check.cli.app import (
     FINDINGS,
@@ -74,4 +74,4 @@ def plan(
                     print_status(f"plan saved to {save_plan}")
     if ended_by is not None:
         raise ended_by
-    raise typer.Exit(FINDINGS if planning.plan is None else 0)
+    raise click.exceptions.Exit(FINDINGS if planning.plan is None else 0)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
+import click
 
 from lowprec_check.cli.app import (
     FINDINGS,
@@ -79,4 +79,4 @@ def program(
                 write_file(file, program_report(result, file))
     if ended_by is not None:
         raise ended_by
-    raise typer.Exit(FINDINGS if result.fails else 0)
+    raise click.exceptions.Exit(FINDINGS if result.fails else 0)

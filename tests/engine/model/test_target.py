@@ -177,7 +177,7 @@ inputs = torch.ones(2, 4)
 @pytest.mark.slow
 def test_files_beside_the_model_do_not_replace_modules_of_this_program(tmp_path: Path) -> None:
     """A scan in fresh interpreters, and a table whose scans fork."""
-    for name in ("markupsafe", "jinja2", "rich", "tabulate", "markdown_it", "random", "typer", "torch_helper"):
+    for name in ("markupsafe", "jinja2", "rich", "tabulate", "markdown_it", "random", "click", "torch_helper"):
         (tmp_path / f"{name}.py").write_text("ONE = 1\nprint('imported', __name__)\n")
     (tmp_path / "model.py").write_text(SHADOWING)
     reports = [str(tmp_path / f"report.{suffix}") for suffix in ("html", "md", "xml", "sarif")]

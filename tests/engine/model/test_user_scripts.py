@@ -9,12 +9,10 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from conftest import Call
-from typer.main import get_command
 from user_files import NET
 
 from lowprec_check import ScanResult, UsageError
@@ -236,8 +234,7 @@ def test_a_thread_that_is_not_waited_for(files: Path, write: Write) -> None:
 )
 def test_what_follows_two_hyphens(words: str, target: str, arguments: tuple[str, ...]) -> None:
     modules_in("lowprec_check.cli")  # each registers its command
-    commands: Any = get_command(app)
-    scan = commands.commands["scan"]
+    scan = app.commands["scan"]
     context = scan.make_context("scan", words.split())
     assert (context.params["target"], script_arguments(context)) == (target, arguments)
 
