@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import os
 import pickle
 import re
@@ -13,7 +11,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
-import torch
 from torch import Tensor
 
 from lowprec_check.analysis.conclusion import conclude
@@ -35,7 +32,7 @@ from lowprec_check.schema.measures import CodeTrial
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.scanned_model import STREAMED
-from lowprec_check.torchkit.devices import free_memory, seed_everything
+from lowprec_check.torchkit.devices import seed_everything
 from lowprec_check.torchkit.isolation import best_isolation
 
 
@@ -58,40 +55,23 @@ class CodeRequest(NamedTuple):
     """Loads the script that the code belongs into; ``None`` if it stands alone."""
 
 
-class ImportedFile(NamedTuple):
-    """The user's file that the code imports; it is imported while the scan goes on."""
-
-    module: str
-    folder: str
-    seed: int
-
-
-def wait_and_execute(script: Load | None, channel: Channel) -> None:
-    """Import an :class:`ImportedFile`; answer a :class:`CodeRequest` with a :class:`CodeTrial`.
-
-    ``script`` is what has loaded the script that the code belongs into, if this process has it.
+def wait_and_execute(loaded: Load | None, channel: Channel) -> None:
+    """Answer a :class:`CodeRequest` with a :class:`CodeTrial`; ``loaded`` gives what this process,
+    a copy of one that has loaded the user's file, has of it.
     """
     # What the code prints is not for the terminal.
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
-    while (data := channel.receive()) is not None:
-        request: CodeRequest | ImportedFile = pickle.loads(data)
-        if isinstance(request, ImportedFile):
-            _import(request)
-            continue
-        if script is not None and request.load is not None:
-            request = request._replace(load=script)
-        channel(msgspec.msgpack.encode(executed(request)))
+    data = channel.receive()
+    if data is None:
         return
-
-
-def _import(file: ImportedFile) -> None:
-    """Import the file as the code will; if it fails, so does the code, which tells why."""
-    sys.path.insert(0, file.folder)
-    seed_everything(file.seed)
-    with torchvision_works(), contextlib.suppress(BaseException):
-        importlib.import_module(file.module)
+    request: CodeRequest = pickle.loads(data)
+    if loaded is not None:
+        loaded()
+        if request.load is not None:
+            request = request._replace(load=loaded)
+    channel(msgspec.msgpack.encode(executed(request)))
 
 
 def executed(request: CodeRequest) -> CodeTrial:
@@ -145,12 +125,6 @@ def _run(code: str, names: dict[str, Any], seed: int) -> dict[str, Any]:
 
 LEAST_SECONDS, PART_OF_SCAN = 10.0, 0.25
 """The code may take so much of the time of the scan, or so many seconds."""
-LEAST_THREADS = 4
-"""The file is imported beside the runs if torch has so many threads: with two, the first row of a
-BERT came 2.3 s later.
-"""
-PART_OF_MEMORY = 0.1
-"""The file is imported beside the runs only if its weights take no more of the free memory."""
 METHOD: Method = "spawn"
 """How the process of the code starts where this one has loaded the file: as new. Tests fork it."""
 
@@ -177,20 +151,18 @@ class PrintedCodeFeature(Feature):
         is_here = runs.mode.evidence == "measured" and runs.isolation != "none" and STREAMED not in runs.target.notes
         if not (is_here and source.reload is not None and runs.target.observed is None and fp32.status == "ok"):
             self._end()
-        elif runs.target.of_script and runs.launcher.forks:
-            # A copy of this process has what a script has made, which runs once.
+        elif runs.launcher.forks and "." not in _module_of(runs.target):
+            # A copy of this process has what the file has made, by the name that the code imports.
+            # A module of a package is imported anew: here, its own folder is on the path, too.
             self._end()
             self._start("fork", source.forked)
         elif self._worker is None:
             self._start(METHOD if runs.isolation == "fork" else "spawn")
-        file = _imported_file(runs)
-        if self._worker is not None and file is not None:
-            self._worker.send(pickle.dumps(file))
 
-    def _start(self, method: Method, script: Load | None = None) -> None:
+    def _start(self, method: Method, loaded: Load | None = None) -> None:
         decode = partial(msgspec.msgpack.decode, type=CodeTrial)
         self._started = system.monotonic()
-        self._worker = FunctionWorker(partial(wait_and_execute, script), decode, method=method)
+        self._worker = FunctionWorker(partial(wait_and_execute, loaded), decode, method=method)
 
     def after_runs(self, batches: Sequence[TargetRuns], result: ScanResult, options: ScanOptions) -> ScanResult | None:
         """Execute the code in it."""
@@ -215,20 +187,6 @@ class PrintedCodeFeature(Feature):
         if self._worker is not None:
             self._worker.end()
             self._worker = None
-
-
-def _imported_file(runs: TargetRuns) -> ImportedFile | None:
-    """The file that the code for a target imports; ``None`` if none, or it could take the cores or
-    the memory that runs need.
-    """
-    target = runs.target
-    module = _module_of(target)
-    if not module or target.folder is None or torch.get_num_threads() < LEAST_THREADS:
-        return None
-    weights = sum(weight.numel() * weight.element_size() for weight in target.model.parameters())
-    if weights > PART_OF_MEMORY * free_memory(torch.device("cpu")):
-        return None
-    return ImportedFile(module, target.folder, runs.options.seed)
 
 
 def _module_of(target: Target) -> str:

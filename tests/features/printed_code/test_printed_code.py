@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +19,7 @@ from lowprec_check.analysis.snippet import snippet
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.model_info import describe_target
 from lowprec_check.features.printed_code import run as printed_code
-from lowprec_check.features.printed_code.run import CodeRequest, ImportedFile, executed
+from lowprec_check.features.printed_code.run import CodeRequest, executed
 from lowprec_check.schema.measures import CodeTrial
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import Run
@@ -90,26 +89,46 @@ def test_code_that_fails_or_does_otherwise_is_told(tmp_path: Path, monkeypatch: 
     assert executed(request._replace(code=f"{code}\noutput = output / 0")).status == "differs"
 
 
-@pytest.mark.parametrize("imported", [False, True], ids=["with the code", "before"])
 def test_a_process_that_was_copied_before_the_file_was_loaded_executes_code(
-    imported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
-    name = f"copied_{imported}".lower()
-    (tmp_path / f"{name}.py").write_text(MODULE)
+    (tmp_path / "copied_net.py").write_text(MODULE)
     feature = printed_code.PrintedCodeFeature()
     feature.before_loading()
-    request, _ = code_of(str(tmp_path / f"{name}.py"), "half")
-    check = f"import sys\nassert ('{name}' in sys.modules) == {imported}\n"
+    request, _ = code_of(str(tmp_path / "copied_net.py"), "half")
+    check = "import sys\nassert 'copied_net' not in sys.modules\n"
     worker = feature._worker
     assert worker is not None
     try:
-        if imported:
-            worker.send(pickle.dumps(ImportedFile(name, str(tmp_path), request.seed)))
         trial = printed_code._answer(worker, request._replace(in_fp32=f"{check}{request.in_fp32}"), 60)
     finally:
         worker.end()
     assert (trial.status, trial.reason) == ("ran", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "loads"),
+    [
+        ("once_net.py", MODULE, 1),
+        ("odd-once.py", MODULE, 1),
+        ("package_of_net/once.py", MODULE, 2),
+    ],
+)
+def test_a_file_runs_once_where_the_code_finds_it_by_its_name(
+    name: str, content: str, loads: int, tmp_path: Path, call: Call
+) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    if path.parent != tmp_path:
+        (path.parent / "__init__.py").touch()
+    path.write_text(f"{content}with open({str(tmp_path / 'loads')!r}, 'a') as file:\n    file.write('x')\n")
+    options = ("-q", "-p", "bfloat16", "--times", "off", "--isolation", "fork", "--json", "scan.json")
+    call("scan", name, *options, folder=tmp_path)
+    trial = ScanResult.load(tmp_path / "scan.json").code_trial
+    assert trial is not None
+    assert (trial.status, trial.reason) == ("ran", "")
+    assert (tmp_path / "loads").read_text() == "x" * loads
 
 
 @pytest.mark.slow
