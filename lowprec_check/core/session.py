@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import faulthandler
 import functools
+import gc
 import importlib
 import math
 import os
@@ -233,16 +234,17 @@ def _work(session: Session[Any], log: int, grow: Grow[Any], send_bytes: SendByte
         send_bytes(encoded(message, msgspec.msgpack.encode))
 
     def load_and_grow() -> None:
-        from lowprec_check.torchkit.place_log import note_model
+        with _rare_collections():
+            from lowprec_check.torchkit.place_log import note_model  # and torch
 
-        scans = importlib.import_module("lowprec_check.core.scan")  # and all that it imports
-        if isinstance(session.options, ScanOptions):
-            for feature in scans.features():
-                feature.before_loading()
-        note_model(log, _packages_named_by(session.spec.name))
-        with _logged_ends(log):
-            send(_Progressed(session.spec.name, "loading"))
-            source = session.loaded()
+            scans = importlib.import_module("lowprec_check.core.scan")  # and all that it imports
+            if isinstance(session.options, ScanOptions):
+                for feature in scans.features():
+                    feature.before_loading()
+            note_model(log, _packages_named_by(session.spec.name))
+            with _logged_ends(log):
+                send(_Progressed(session.spec.name, "loading"))
+                source = session.loaded()
         send(Loaded())
         source.on_progress = lambda run, doing: send(_Progressed(run, doing))
         for item in grow(source, session.isolation, session.options):
@@ -277,6 +279,24 @@ def _packages_named_by(name: str) -> list[str]:
     if root.isidentifier():
         return [{"hf": "transformers"}.get(root, root)]
     return []
+
+
+_RARE = (100_000, 50, 100)
+"""Objects, and collections of younger ones, after which Python looks for garbage in circles."""
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Inside, garbage is looked for rarely: imports make many objects, and hardly any of it. With
+    the usual numbers, a sixth of the time in which transformers is imported goes there.
+    """
+    usual = gc.get_threshold()
+    gc.set_threshold(*_RARE)
+    try:
+        yield
+    finally:
+        if gc.get_threshold() == _RARE:  # else the user's file has set others
+            gc.set_threshold(*usual)
 
 
 @contextlib.contextmanager
