@@ -204,7 +204,14 @@ def watched_done(self, result, *more):
     found["rows"].append([now(), len(result.runs), failed])
     done(self, result, *more)
 
+def watched_judged(self, result):
+    found["rows"].append([now(), len(result.runs), False])
+    judged(self, result)
+
 Progress.step, Progress.done = watched_step, watched_done
+judged = getattr(Progress, "judged", None)
+if judged is not None:  # an earlier version has none
+    Progress.judged = watched_judged
 sys.argv = ["lowprec-check", *sys.argv[3:]]
 from lowprec_check.__main__ import main
 parent = os.getpid()

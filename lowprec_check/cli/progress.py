@@ -50,6 +50,10 @@ class Progress:
         self._done, self._total = len(result.runs), total
         self._show_rows(result)
 
+    def judged(self, result: ScanResult) -> None:
+        """``result`` has a run more, which is judged but has not finished."""
+        self._show_rows(result)
+
     def line(self, run: str, doing: str, elapsed: float) -> str:
         """``run 3 of 5 · half · plain run · 0:14``; seconds ``elapsed``."""
         minutes, seconds = divmod(int(elapsed), 60)

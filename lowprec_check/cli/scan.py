@@ -137,7 +137,9 @@ def scan(
             if json is not None and not is_printed:
                 _save_so_far(so_far, keys, json)
 
-        result, ended_by = last_before_end(scan_file(spec, options, isolation, display.step, earlier), grown)
+        result, ended_by = last_before_end(
+            scan_file(spec, options, isolation, display.step, earlier, display.judged), grown
+        )
     # What was finished is reported and saved, also if the scan ended early.
     saves: Saves = []
     with interrupts_ignored_after(ended_by):

@@ -43,12 +43,17 @@ class _Progressed(Struct, frozen=True, tag="progress"):
     doing: str
 
 
+class _Judged(Struct, frozen=True, tag="judged"):
+    run: Run
+    """With its verdict, before it is measured and explained."""
+
+
 class _Grown(Struct, frozen=True, tag="grown"):
     item: msgspec.Raw
     """What was found so far; of a scan, ``runs`` has only those that are new or have changed."""
 
 
-_Message = Loaded | _Progressed | _Grown | Ended
+_Message = Loaded | _Progressed | _Judged | _Grown | Ended
 _DECODER: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(_Message)
 
 EXIT_SECONDS = 5.0
@@ -74,15 +79,25 @@ def scan_file(
     isolation: Isolation | None = None,
     on_progress: OnProgress | None = None,
     earlier: ScanResult | None = None,
+    show: Callable[[ScanResult], None] | None = None,
 ) -> Iterator[ScanResult]:
-    """Load and scan ``spec``; yield the result after each run, without its conclusion.
+    """Load and scan ``spec``; yield the result after each run, without its conclusion. ``show``
+    gets it also when a run is judged, before that is measured and explained.
 
     Runs of ``earlier``, a scan that ended early, are not repeated if weights are streamed. Raises
     :class:`UsageError` for what the user can fix, and :class:`ProcessLostError` if the process ends
     after it has loaded the target.
     """
     runs: dict[RunKey, Run] = {}
-    session = Session(spec, options, isolation, options.budget or LOAD_SECONDS, on_progress)
+    so_far: ScanResult | None = None
+
+    def judged(run: Run) -> None:
+        if show is not None and so_far is not None:
+            others = [other for other in so_far.runs if other.key != run.key]
+            whole = as_wanted([*others, run], options.keys(so_far.runs[0].device))
+            show(msgspec.structs.replace(so_far, runs=whole))
+
+    session = Session(spec, options, isolation, options.budget or LOAD_SECONDS, on_progress, on_judged=judged)
     for result in session.grow(functools.partial(_growing_changes, earlier=earlier), ScanResult):
         # Op calls are sent when they are new.
         for run in result.runs:
@@ -92,7 +107,8 @@ def scan_file(
         # The first run is known from the first result on; a result may have no run that changed.
         whole = list(runs.values())
         whole = as_wanted(whole, options.keys(whole[0].device))
-        yield msgspec.structs.replace(result, runs=whole, target_options=spec.options)
+        so_far = msgspec.structs.replace(result, runs=whole, target_options=spec.options)
+        yield so_far
 
 
 def _growing_changes(
@@ -114,6 +130,10 @@ def _growing_changes(
         sent = {run.key: run for run in result.runs}
 
 
+def _ignored(run: Run) -> None:
+    """Nobody is told."""
+
+
 @dataclass
 class Session(Generic[AnyOptions]):
     """A target to load, with limits; :meth:`grow` starts the process."""
@@ -127,6 +147,8 @@ class Session(Generic[AnyOptions]):
     """Limit of what follows, if its runs have no limits of their own."""
     load: Callable[[TargetSpec, Any], Any] | None = None
     """Loads what is given to ``grow``; by default the source of the target."""
+    on_judged: Callable[[Run], None] = _ignored
+    """Told of each run of a scan as soon as it is judged."""
 
     def grow(self, grow: Grow[Item], kind: type[Item]) -> Iterator[Item]:
         """Load the target and yield what ``grow`` finds, in another process if there are any."""
@@ -136,11 +158,12 @@ class Session(Generic[AnyOptions]):
         if (self.isolation or best) == "none":
             source = self.loaded()
             source.on_progress = self.on_progress or source.on_progress
+            source.on_judged = self.on_judged
             yield from grow(source, self.isolation, self.options)
             return
         log = shared_file()
         try:
-            without_callback = replace(self, on_progress=None)
+            without_callback = replace(self, on_progress=None, on_judged=_ignored)
             worker = FunctionWorker(
                 functools.partial(_work, without_callback, log, grow),
                 _DECODER.decode,
@@ -165,21 +188,21 @@ class Session(Generic[AnyOptions]):
                 if isinstance(event, StateEvent):
                     if event.state != "running" and ended is None:
                         self._raise_loss(event, stage, log)
-                    if self.on_progress is not None:
-                        self.on_progress(*step)
+                    self._tell(*step)
                     continue
                 message = event.message
                 if isinstance(message, Loaded):
                     stage = _LOADED
                     worker.set_timeout(self.grow_seconds)
+                elif isinstance(message, _Judged):
+                    self.on_judged(message.run)
                 elif isinstance(message, _Grown):
                     yield message.item
                 elif isinstance(message, Ended):
                     ended = message
                     worker.set_timeout(EXIT_SECONDS)
                 elif message.run == NOTICE:
-                    if self.on_progress is not None:
-                        self.on_progress(message.run, message.doing)
+                    self._tell(message.run, message.doing)
                 else:
                     step = (message.run, message.doing)
                     # What this program imports does not count.
@@ -188,6 +211,10 @@ class Session(Generic[AnyOptions]):
                         worker.set_timeout(self.load_seconds)
         if ended is not None:
             _check(ended, stage)
+
+    def _tell(self, run: str, doing: str) -> None:
+        if self.on_progress is not None:
+            self.on_progress(run, doing)
 
     def _raise_loss(self, event: StateEvent[Any], stage: str, log: int) -> NoReturn:
         how = describe_exit(event.exit_code or 0)
@@ -247,6 +274,7 @@ def _work(session: Session[Any], log: int, grow: Grow[Any], send_bytes: SendByte
                 source = session.loaded()
         send(Loaded())
         source.on_progress = lambda run, doing: send(_Progressed(run, doing))
+        source.on_judged = lambda run: send(_Judged(run))
         for item in grow(source, session.isolation, session.options):
             send(_Grown(msgspec.Raw(encoded(item, msgspec.msgpack.encode))))
 

@@ -152,8 +152,15 @@ def _take_state(event: StateEvent[TaskWorker], outcome: Outcome, task: ModelTask
 
 
 def _report(event: Event, outcome: Outcome, task: ModelTask, source: TargetSource) -> None:
-    """Show as progress where the worker of ``task`` is, if the event says that it runs."""
-    if isinstance(event, MessageEvent) or event.state != "running":
+    """Show as progress where the worker of ``task`` is, if the event says that it runs, or the
+    verdict on its run.
+    """
+    if isinstance(event, MessageEvent):
+        is_row = isinstance(task, RunTask) and task.measured and task.so_far is None and not task.keep_fp32
+        if is_row and not task.is_reference and isinstance(event.message, RunSoFar) and not event.message.is_explained:
+            source.on_judged(event.message.run)
+        return
+    if event.state != "running":
         return
     (name, doing), read = task.progress, outcome.weight_read
     if outcome.started is not None and outcome.started.doing is not None:

@@ -29,6 +29,7 @@ from lowprec_check.process import Isolation, system
 from lowprec_check.process.breadcrumb import read_shared, shared_file
 from lowprec_check.process.function_worker import KeptWorker, Method
 from lowprec_check.process.interpreter import change_folder, current_folder
+from lowprec_check.schema.scan_result import Run
 from lowprec_check.torchkit.devices import cuda_driver_is_initialized, in_bad_fork, resolve, seed_everything
 from lowprec_check.torchkit.isolation import accelerator_in_use, best_isolation, isolated, threads_end
 from lowprec_check.torchkit.source_location import is_own_file
@@ -64,6 +65,8 @@ class TargetSource:
         self.target, self.reload, self.name = target, reload, encodable(name or target.name)
         self.on_progress: OnProgress = lambda _run, _doing: None
         """Told what its runs do."""
+        self.on_judged: Callable[[Run], None] = lambda _run: None
+        """Told of each run of a scan as soon as it is judged: its measurements follow."""
         self.search_step: tuple[str, str] | None = None
         """What is shown in place of the steps of a run that a search makes."""
         self.best: Isolation = best or best_isolation(can_spawn=reload is not None)

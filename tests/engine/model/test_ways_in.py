@@ -16,6 +16,7 @@ from lowprec_check.core.session import scan_file
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.target_spec import TargetSpec
 from lowprec_check.errors import UsageError
+from lowprec_check.process import Isolation
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.scan_result import ScanResult
 
@@ -195,3 +196,21 @@ def test_a_frozen_script_module_is_an_error() -> None:
     frozen = torch.jit.freeze(torch.jit.script(Inverse().eval()))
     with pytest.raises(UsageError, match=r"frozen ScriptModule(?s:.)*before torch\.jit\.freeze"):
         lowprec_check.scan(frozen, X)
+
+
+@pytest.mark.parametrize("isolation", ["fork", "none"])
+def test_a_run_is_shown_as_soon_as_it_is_judged(isolation: Isolation, write: Write) -> None:
+    path = write(f"{RETURNS_BOTH}model, inputs = build()\n")
+    shown: list[ScanResult] = []
+    numbers: list[int] = []
+    options = ScanOptions(precisions=["bfloat16", "half"], times="off", further_inputs=0)
+    for result in scan_file(TargetSpec(str(path)), options, isolation, show=shown.append):
+        finished = {run.precision for run in result.runs if run.op_calls}
+        assert finished == {run.precision for run in result.runs}
+        numbers.append(len(shown))
+    assert numbers[0] == 0, "fp32 is no row of its own"
+    assert numbers[1] > 0
+    assert [run.precision for run in shown[0].runs] == ["fp32", "bfloat16"]
+    judged = shown[0].runs[1]
+    assert (judged.status, judged.op_calls.op) == ("ok", [])
+    assert [run.precision for run in shown[-1].runs] == ["fp32", "bfloat16", "half"]
