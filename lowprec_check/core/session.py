@@ -158,7 +158,6 @@ class Session(Generic[AnyOptions]):
         if (self.isolation or best) == "none":
             source = self.loaded()
             source.on_progress = self.on_progress or source.on_progress
-            source.on_judged = self.on_judged
             yield from grow(source, self.isolation, self.options)
             return
         log = shared_file()

@@ -7,7 +7,7 @@ disturbs the machine meets all of them.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -97,11 +97,14 @@ class RoundSchedule:
         final: bool = False,
         patient: bool = False,
         earlier: Sequence[Turns] = (),
+        failing: Collection[int] = (),
     ) -> None:
-        """``seconds``: how long rounds are repeated; ``earlier``: each row's turns before these."""
+        """``seconds``: how long rounds are repeated; ``earlier``: each row's turns before these;
+        ``failing``: rows of which nobody asks whether they are a little faster.
+        """
         # ``final``: rounds decide which row is the fastest, until all others are slower or as fast.
         # ``patient``: UNTOLD counts for all rounds: on an accelerator, nothing else disturbs times.
-        self._final, self._patient = final, patient
+        self._final, self._patient, self._failing = final, patient, failing
         self.turns: list[dict[int, TurnTimed]] = [dict(turns) for turns in earlier] or [{} for _ in range(rows)]
         """By row, its turn in each round."""
         self.failures: dict[int, str] = {}
@@ -219,6 +222,8 @@ class RoundSchedule:
         speedup = latency.speedup
         # It stays slower. A long call has a wide interval after one round.
         if (speedup.rounds >= FEW or latency.median_ms >= LONG_SECONDS * 1e3) and _is_slower(speedup):
+            return True
+        if speedup.rounds >= FEW and row in self._failing:
             return True
         enough = speedup.rounds >= ENOUGH
         margin = SAME if enough else FAR

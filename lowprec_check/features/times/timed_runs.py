@@ -56,6 +56,8 @@ MOST_SECONDS = 120.0
 """How long the fewest rounds over all runs may take."""
 MOST_AGAIN_SECONDS = 20.0
 """How long one round may take of those that decide between the fastest runs."""
+LEAST_GAIN = 1.1
+"""Runs that are at most so many times as fast as fp32 are not compared with one another."""
 AT_ONCE = 5
 """Runs timed beside fp32 in the same rounds."""
 
@@ -80,7 +82,8 @@ def time_runs(fp32: Run, runs: Sequence[Run], task_of: Callable[[Run], ModelTask
         earlier: tuple[Turns, ...] = ()
         if final and len(timed) <= AT_ONCE:
             earlier = tuple(turns[run.key] for run in group)
-        schedule = time_in_rounds(tasks, launcher, in_forks=forks, final=final, earlier=earlier)
+        failing = tuple(row for row, run in enumerate(group) if run.status in ("inaccurate", "nonfinite"))
+        schedule = time_in_rounds(tasks, launcher, in_forks=forks, final=final, earlier=earlier, failing=failing)
         conditions.append(schedule.conditions())
         for row, run in enumerate(group):
             turns[run.key] = schedule.turns[row]
@@ -145,9 +148,9 @@ def _rivals(timed: Sequence[Run], latencies: Mapping[RunKey, Latency]) -> list[R
         latency = latencies.get(run.key)
         if latency is not None and latency.speedup and labels.isdisjoint(latency.slower_than):
             speedups.append((run, latency.speedup))
-    # None if fp32 is faster than all, or the host limits them all: more rounds would only time it.
+    # None if none gains anything, or the host limits them all: more rounds would only time it.
     most = max((speedup.low for _, speedup in speedups), default=0.0)
-    may_gain = [(run, speedup) for run, speedup in speedups if speedup.high >= max(most, 1.0)]
+    may_gain = [(run, speedup) for run, speedup in speedups if speedup.high >= max(most, LEAST_GAIN)]
     rivals = sorted(may_gain, key=lambda rival: -rival[1].high)
     is_told = all(speedup.high <= TOLD * speedup.low for _, speedup in rivals)
     is_told |= all(waits_for_host(latencies[run.key]) for run, _ in rivals)
@@ -182,9 +185,12 @@ def time_in_rounds(
     in_forks: bool,
     final: bool = False,
     earlier: tuple[Turns, ...] = (),
+    failing: tuple[int, ...] = (),
 ) -> RoundSchedule:
-    """Time ``tasks``, fp32 first: in forks, or all in one process; after ``earlier`` rounds."""
-    schedule = RoundSchedule(len(tasks), final=final, earlier=earlier)
+    """Time ``tasks``, fp32 first: in forks, or all in one process; after ``earlier`` rounds. Rows
+    that are ``failing`` get only a few.
+    """
+    schedule = RoundSchedule(len(tasks), final=final, earlier=earlier, failing=failing)
     if in_forks:
         with Supervisor[TaskWorker, TaskMessage]() as supervisor:
             _Forks(tasks, launcher.source, schedule, supervisor).run()
@@ -192,7 +198,8 @@ def time_in_rounds(
         launcher.source.on_progress("times", "round 1")
         budget = 3 * max(task.call_budget for task in tasks)
         runs = tuple(tasks)
-        task = tasks[0].as_task(TimeTask, runs=runs, final=final, earlier=earlier, budget=budget, setup_budget=0.0)
+        rounds_of = {"runs": runs, "final": final, "earlier": earlier, "failing": failing}
+        task = tasks[0].as_task(TimeTask, **rounds_of, budget=budget, setup_budget=0.0)
         outcome = launcher.do(task)
         for answer in outcome.answers:
             schedule.note(answer.read(TurnTimed | TurnFailed))  # type: ignore[arg-type]

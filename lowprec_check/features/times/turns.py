@@ -237,6 +237,8 @@ class TimeTask(ModelTask):
     """Whether the rounds decide which of them is the fastest."""
     earlier: tuple[Turns, ...] = ()
     """The turns of each in earlier rounds; empty if there were none."""
+    failing: tuple[int, ...] = ()
+    """The positions of those that do not pass."""
 
     @property
     def uses_autocast(self) -> bool:
@@ -251,7 +253,9 @@ class TimeTask(ModelTask):
     def do(self, target: Target, send: Send, receive: Receive) -> None:
         """Cast the model in place for each turn, and send each. What backends made is kept."""
         patient = torch.device(self.device).type != "cpu"
-        schedule = RoundSchedule(len(self.runs), final=self.final, patient=patient, earlier=self.earlier)
+        schedule = RoundSchedule(
+            len(self.runs), final=self.final, patient=patient, earlier=self.earlier, failing=self.failing
+        )
         changes_parameters = any(run.changes_parameters for run in self.runs)
         snapshot = Snapshot(target.model, target.rewound, parameters=changes_parameters)
         made: dict[int, OnBackend] = {}
@@ -272,8 +276,8 @@ class TimeTask(ModelTask):
                         if keeps and isinstance(ready.call, OnBackend):
                             made[row] = ready.call
                             schedule.preparing += system.monotonic() - started
-                    # Otherwise most of the time goes into preparing.
-                    least = min(LONG_SECONDS, system.monotonic() - started)
+                    # Preparing takes at most twice as long as what it is for.
+                    least = min(LONG_SECONDS, (system.monotonic() - started) / 2)
                     turn = calls.turn(row, schedule.number, on_one_core=schedule.is_disturbed, least=least)
             except BaseException as error:
                 reraise_interrupt(error)

@@ -198,7 +198,7 @@ def test_a_frozen_script_module_is_an_error() -> None:
         lowprec_check.scan(frozen, X)
 
 
-@pytest.mark.parametrize("isolation", ["fork", "none"])
+@pytest.mark.parametrize("isolation", ["fork", "shared"])
 def test_a_run_is_shown_as_soon_as_it_is_judged(isolation: Isolation, write: Write) -> None:
     path = write(f"{RETURNS_BOTH}model, inputs = build()\n")
     shown: list[ScanResult] = []

@@ -172,6 +172,14 @@ def test_what_varies_is_timed_longer_but_not_forever() -> None:
     assert len(order) == MOST
 
 
+def test_what_fails_is_timed_in_a_few_rounds_however_it_varies() -> None:
+    order = taken(RoundSchedule(3, seconds=60, patient=True, failing=[1]), [1.0, 1.0, 1.0], noise=0.5)
+    assert [row for rows in order for row in rows].count(1) == FEW
+    assert len(order) == MOST
+    order = taken(RoundSchedule(3, seconds=60, patient=True, failing=[1, 2]), [1.0, 1.0, 1.0], noise=0.5)
+    assert len(order) == FEW
+
+
 @pytest.mark.parametrize(("seconds_of_a_round", "noise", "rounds"), [(100, 0.0, FEW), (1, 0.0, 4), (1, 0.4, 4 * MORE)])
 def test_rounds_are_timed_as_long_as_time_is_left_and_longer_if_they_are_noisy(
     monkeypatch: pytest.MonkeyPatch, seconds_of_a_round: int, noise: float, rounds: float
