@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -132,6 +133,9 @@ def scan(
         earlier = _unfinished(json)
 
         def grown(so_far: ScanResult) -> None:
+            # While runs go on: the report need not wait for what prints it.
+            for module in ("scan_document", "layout.text") if printed.name == "text" else ():
+                importlib.import_module(f"lowprec_check.report.{module}")
             keys = options.keys(so_far.runs[0].device)
             display.done(so_far, len(keys))
             if json is not None and not is_printed:

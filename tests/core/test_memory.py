@@ -271,7 +271,7 @@ def test_a_killed_model_may_have_run_out_of_memory() -> None:
     assert "If memory ran out" in str(caught.value.hint)
 
 
-@pytest.mark.parametrize("count", [1, 7, 2_000, 300_000])
+@pytest.mark.parametrize("count", [1, 7, 2_000, 300_000, 5_000_000])
 def test_the_checksum_of_parameters_sees_changed_and_moved_values(count: int) -> None:
     layer = nn.ParameterList([torch.randn(count), torch.zeros(0)])
     values = layer[0].data

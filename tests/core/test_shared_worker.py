@@ -351,6 +351,7 @@ def test_what_files_ask_about_a_gpu_when_they_are_imported_is_asked_in_a_fork(mo
         assert torch.cuda.get_device_name() == "GPU"
         assert torch.cuda.current_device() == 0
         assert kept(0).asked_in != os.getpid()
+        assert {kept(device).asked_in for device in (None, "cuda:0", torch.device("cuda"))} == {kept(0).asked_in}
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         assert kept(0).asked_in == os.getpid()
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)

@@ -287,14 +287,18 @@ def cuda_asked_in_a_fork() -> Iterator[None]:
             name: value if isinstance(value, (int, float, str, tuple)) else str(value) for name, value in values.items()
         }
 
+    def index_of(device: Any) -> int:
+        index = device if isinstance(device, int) else torch.device(device or "cuda").index
+        return current() if index is None else index
+
     @functools.cache
-    def asked_in_a_fork(device: Any) -> dict[str, Any]:
+    def asked_in_a_fork(device: int) -> dict[str, Any]:
         return isolated(lambda: plain_properties(device), "fork", dict)
 
     def properties(device: Any = None) -> Any:
         if asks and not cuda.is_initialized():
             with contextlib.suppress(WorkerError):  # else the error is raised here
-                return SimpleNamespace(**asked_in_a_fork(device))
+                return SimpleNamespace(**asked_in_a_fork(index_of(device)))
         return get_device_properties(device)
 
     cuda.current_device, cuda.get_device_properties = current, properties
