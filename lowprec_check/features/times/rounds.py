@@ -144,7 +144,8 @@ class RoundSchedule:
             speedup = latency.speedup if latency is not None else None
             if speedup is not None and in_rounds(speedup).told == "noisy":
                 untold.append(row)
-        if untold and (self._patient or self.number < ENOUGH):
+        # The rounds before the final ones were patient.
+        if untold and not self._final and (self._patient or self.number < ENOUGH):
             # Where a row and fp32 wait for the host, more than enough rounds would only time that.
             waiting = all(waits_for_host(latency_of_rounds(self._rounds(row))) for row in (0, *untold))
             times = max(times, MORE if waiting and self.number >= ENOUGH else UNTOLD)

@@ -220,6 +220,14 @@ def test_final_rounds_go_on_from_those_before(monkeypatch: pytest.MonkeyPatch) -
     assert latency.speedup.rounds == ENOUGH
 
 
+def test_final_rounds_keep_to_their_time_however_ratios_to_fp32_vary(monkeypatch: pytest.MonkeyPatch) -> None:
+    earlier = [{number: turn(row, number, 1.0) for number in range(FEW)} for row in range(3)]
+    final = RoundSchedule(3, seconds=12, final=True, patient=True, earlier=earlier)
+    monkeypatch.setattr(system, "monotonic", lambda: final.number * 4)
+    taken(final, [1.0, 1.0, 1.0], noise=0.5)
+    assert len(final.turns[1]) == FEW + 3
+
+
 def test_a_run_that_fails_is_left_out_and_without_fp32_nothing_is_timed() -> None:
     schedule = RoundSchedule(3, seconds=60)
     found = []
