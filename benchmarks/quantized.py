@@ -1,35 +1,56 @@
 """Rows in eight and four bits against plain torchao: bits, weights, speed, printed code, emulation and plans.
 
-    python benchmarks/quantized.py --only opt --formats int8-dynamic,mxfp8 --planted 3
-    python benchmarks/quantized.py --device cuda --width 1024 --layers 4 --jobs 2 --output reports/quantized
+    python benchmarks/quantized.py --no-times --only opt,resnet --formats int8-dynamic,mxfp8 --planted 3
+    python benchmarks/quantized.py --device cuda --no-times --jobs 12 --output reports/quantized
 
-Each model in a format is a process of its own, and each planted outlier: a channel that one layer cannot take, so that
-the plan must keep this layer alone. What a row must equal is written here once more, as torchao's documentation has it.
+Each model is a fork of a process that has imported all, with one scan of all formats; each planted outlier is another:
+a channel that one layer cannot take, so that the plan must keep this layer alone. What a row must equal is written here
+once more, as torchao's documentation has it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import importlib
 import io
 import os
 import statistics
 import time
+import zipfile
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from shared import head, in_processes, made, parser_of, save
+import torch
+from shared import described, head, in_processes, made, parser_of, save
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lowprec_check import scan
+from lowprec_check.analysis.snippet import snippet
+from lowprec_check.engine.model.torchvision_ops import torchvision_works
+from lowprec_check.features.quantize import quantized_linear
+from lowprec_check.schema.axes import BACKENDS, Example
+from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.schema.run_key import RunKey
 
 NEAR, NEAR_LAYER = 0.05, 0.10  # the largest relative differences of bytes and times, and of errors of layers
 PLANTED = ("int8-weight-only", "int8-dynamic", "int4-weight-only")
+UNCOMPILED = functools.partial(mock.patch, "torch.compile", lambda model, *_, **__: model)
+"""Compiled code rounds elsewhere: only times are compared of it."""
 CHECKS = ("bits", "code", "error", "weights", "speed")
+LIBRARIES = ("torchao.prototype.mx_formats", "torchvision", "transformers.modeling_utils", "diffusers.models")
+"""Imported once, before all forks."""
+
 FP8, MX = "Float8DynamicActivationFloat8WeightConfig", "MXDynamicActivationMXWeightConfig"
 FP4 = "activation_dtype=torch.float4_e2m1fn_x2, weight_dtype=torch.float4_e2m1fn_x2"
+INT8 = "torchao.quantization.Int8DynamicActivationInt8WeightConfig()"
 FORMATS = {
     "int8-weight-only": ("torchao.quantization.Int8WeightOnlyConfig()", 1, 1),
-    "int8-dynamic": ("torchao.quantization.Int8DynamicActivationInt8WeightConfig()", 1, 1),
+    "int8-dynamic": (INT8, 1, 1),
+    "int8-smoothquant": (INT8, 1, 1),
     "fp8-weight-only": ("torchao.quantization.Float8WeightOnlyConfig()", 1, 1),
     "fp8-dynamic": (f"torchao.quantization.{FP8}(granularity=torchao.quantization.PerRow())", 16, 16),
     "fp8-dynamic-tensor": (f"torchao.quantization.{FP8}(granularity=torchao.quantization.PerTensor())", 16, 16),
@@ -40,51 +61,65 @@ FORMATS = {
 }
 """The configuration, and what ``in_features`` and ``out_features`` are multiples of; without one, only its code."""
 
-DECODERS = ("llama", "qwen2", "qwen3", "mistral", "gemma", "phi", "opt", "gpt_neox")
-ENCODERS, IMAGES = ("bert", "roberta", "electra", "distilbert", "deberta-v2"), ("vit", "deit", "dinov2")
-MODELS = (*DECODERS, *ENCODERS, *IMAGES, "whisper", "resnet50", "swin_t", "unet")
+TEXTS = ("opt", "llama", "qwen2", "qwen3", "mistral", "gemma", "phi", "gpt_neox", "gpt2", "bert", "roberta", "electra")
+STAGED = ("convnext", "swin", "resnet")
+IMAGES = ("vit", "dinov2", *STAGED)
+MODELS = (*TEXTS, "distilbert", "deberta-v2", *IMAGES, "t5", "whisper", "clip", "unet")
 
 
 def model_and_inputs(name: str, width: int, layers: int) -> Any:
-    """A model with random weights, and its inputs on the CPU, a tensor or keyword arguments."""
-    import torch
+    """A model with random weights, and its inputs on the CPU, as keyword arguments."""
+    import transformers
 
     torch.manual_seed(0)
-    images = torch.randn(2, 3, 224, 224)
+    tokens, images = torch.randint(3, 512, (2, 64)), torch.randn(2, 3, 64, 64)
     if name == "unet":
         from diffusers import UNet2DConditionModel
 
         down, up = ("CrossAttnDownBlock2D", "DownBlock2D"), ("UpBlock2D", "CrossAttnUpBlock2D")
         kinds = {"down_block_types": down, "up_block_types": up, "block_out_channels": (width // 2, width)}
-        model = UNet2DConditionModel(**kinds, sample_size=32, cross_attention_dim=width, layers_per_block=1)
-        text = torch.randn(2, 16, width)
-        return model.eval(), {"sample": torch.randn(2, 4, 32, 32), "timestep": 10, "encoder_hidden_states": text}
-    if name in ("resnet50", "swin_t"):
-        import torchvision
+        unet: Any = UNet2DConditionModel
+        model = unet(**kinds, sample_size=16, cross_attention_dim=width, layers_per_block=1)
+        text = torch.randn(1, 16, width)
+        return model.eval(), {"sample": torch.randn(1, 4, 16, 16), "timestep": 10, "encoder_hidden_states": text}
+    sizes: dict[str, Any] = {}
+    for names, value in (
+        ("hidden_size d_model dim word_embed_proj_dim n_embd", width),
+        ("intermediate_size ffn_dim hidden_dim encoder_ffn_dim decoder_ffn_dim d_ff", 2 * width),
+        ("num_attention_heads encoder_attention_heads decoder_attention_heads n_heads n_head", 4),
+        ("num_hidden_layers encoder_layers decoder_layers n_layers n_layer num_layers", layers),
+        ("num_key_value_heads mlp_ratio", 2),
+    ):
+        sizes |= dict.fromkeys(names.split(), value)
+    sizes |= {"vocab_size": 512, "use_cache": False, "decoder_start_token_id": 1, "max_source_positions": 200}
+    sizes |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    of_images = {"image_size": 64, "patch_size": 16, "num_labels": 64}
+    kind: Any = transformers.AutoModel
+    inputs = {"input_ids": tokens}
+    if name == "gpt2":  # its linear layer is the head, tied to the embedding
+        kind = transformers.AutoModelForCausalLM
+    elif name == "whisper":
+        inputs = {"input_features": torch.randn(1, 80, 400), "decoder_input_ids": tokens[:, :16]}
+    elif name == "t5":
+        inputs["decoder_input_ids"] = tokens[:, :16]
+    elif name == "clip":
+        sizes = {"text_config": sizes, "vision_config": sizes | of_images, "projection_dim": width}
+        inputs["pixel_values"] = images
+    elif name in IMAGES:
+        kind, inputs = transformers.AutoModelForImageClassification, {"pixel_values": images}
+        sizes |= of_images
+    if name in STAGED:
+        sizes = {"image_size": 64, "num_labels": 64, "num_stages": 3, "depths": [1, 1, layers], "embed_dim": width // 4}
+        sizes |= {"hidden_sizes": [width // 4, width // 2, width], "num_heads": [2, 2, 4], "window_size": 4}
+    return kind.from_config(transformers.AutoConfig.for_model(name, **sizes)).eval(), inputs
 
-        return getattr(torchvision.models, name)(weights=None).eval(), images
-    import transformers
 
-    sizes = dict.fromkeys(("hidden_size", "d_model", "dim", "word_embed_proj_dim"), width)
-    hidden = ("intermediate_size", "ffn_dim", "hidden_dim", "encoder_ffn_dim", "decoder_ffn_dim")
-    heads = ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads", "n_heads")
-    sizes |= dict.fromkeys(hidden, 2 * width) | dict.fromkeys(heads, 8)
-    sizes |= dict.fromkeys(("num_hidden_layers", "encoder_layers", "decoder_layers", "n_layers"), layers)
-    sizes |= {"vocab_size": 512, "num_key_value_heads": 4, "use_cache": False, "decoder_start_token_id": 1}
-    sizes |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "mlp_ratio": 2, "max_source_positions": 200}
-    model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(name, **sizes)).eval()
-    inputs: dict[str, Any] = {"input_ids": torch.randint(3, 512, (2, 64))}
-    if name == "whisper":
-        inputs = {"input_features": torch.randn(1, 80, 400), "decoder_input_ids": torch.randint(3, 512, (1, 16))}
-    return model, {"pixel_values": images} if name in IMAGES else inputs
-
-
-def quantize_plainly(model: Any, form: str) -> None:
+def quantize_plainly(model: Any, form: str, call: Any = None) -> None:
     """As torchao's documentation has it; layers of shapes that its kernels do not take are left out."""
-    import torch
     import torchao.prototype.mx_formats
-    import torchao.quantization
     from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
+    from torchao.prototype.smoothquant import SmoothQuantConfig, SmoothQuantObservedLinear
+    from torchao.quantization import quantize_
     from torchao.quantization.quant_api import _is_linear
     from torchao.quantization.quantize_.common import KernelPreference
 
@@ -96,34 +131,31 @@ def quantize_plainly(model: Any, form: str) -> None:
     if form == "int4-weight-only" and not on_gpu:
         config = PrototypeInt4WeightOnlyConfig()
 
-    def is_taken(module: Any, _: str) -> bool:
+    def is_taken(module: Any, _: str) -> Any:
         return _is_linear(module) and module.in_features % of_inputs == 0 and module.out_features % of_outputs == 0
 
-    torchao.quantization.quantize_(model, config, is_taken)
+    def was_called(module: Any, _: str) -> bool:
+        return isinstance(module, SmoothQuantObservedLinear) and bool(module.obs.inputs)
 
-
-@contextlib.contextmanager
-def uncompiled() -> Iterator[None]:
-    """Compiled code rounds elsewhere: only times are compared of it."""
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # in workers that import torch anew
-    with mock.patch("torch.compile", lambda model, *_, **__: model):
-        yield
-    del os.environ["TORCHDYNAMO_DISABLE"]
+    if form != "int8-smoothquant":
+        quantize_(model, config, is_taken)
+        for module in model.modules():
+            if form.startswith("mx") and isinstance(module, torch.nn.Linear):  # torchao refuses other inputs
+                module.register_forward_pre_hook(lambda _, args: (args[0].contiguous(), *args[1:]))
+        return
+    quantize_(model, SmoothQuantConfig(config, "prepare"), is_taken)
+    output_of(model, call)
+    quantize_(model, SmoothQuantConfig(config, "convert"), was_called)
 
 
 def tensors(output: Any) -> list[Any]:
     """The tensors of an output."""
-    import torch
-    from torch.utils._pytree import tree_leaves
-
     values = output.to_tuple() if hasattr(output, "to_tuple") else output
     return [value.float().cpu() for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
 def output_of(model: Any, inputs: Any) -> list[Any]:
     """The tensors of the output, with the seed of a scan."""
-    import torch
-
     torch.manual_seed(0)
     with torch.no_grad():
         return tensors(model(**inputs) if isinstance(inputs, dict) else model(inputs))
@@ -131,8 +163,6 @@ def output_of(model: Any, inputs: Any) -> list[Any]:
 
 def median_ms(model: Any, inputs: Any, device: str) -> float:
     """Of a plain loop, after calls that compile."""
-    import torch
-
     wait, times = torch.cuda.synchronize if device == "cuda" else time.perf_counter, []
     for _ in range(25):
         wait()
@@ -144,63 +174,69 @@ def median_ms(model: Any, inputs: Any, device: str) -> float:
     return statistics.median(times[5:])
 
 
-def emulated_layers(backend: Any, prepared: Any, low: Any, example: Any) -> tuple[int, int]:
-    """How many layers have an error by kernels that is near the emulated one, of how many."""
-    from lowprec_check.features.quantize import quantized_linear
-
+def emulated_layers(backend: Any, prepared: Any, low: Any, example: Any) -> dict[str, Any]:
+    """How many layers have an error by kernels that is near the emulated one, of how many, and the furthest."""
     with mock.patch.object(quantized_linear, "why_emulated", return_value="asked for"):
         emulated = backend.layer_errors(backend.prepare(low, example), low, example)
     pairs = zip(emulated, backend.layer_errors(prepared, low, example), strict=True)
-    near = [abs(a.local / b.local - 1) <= NEAR_LAYER for a, b in pairs if a.local and b.local]
-    return sum(near), len(near)
+    ratios = [a.local / b.local for a, b in pairs if a.local and b.local]
+    near = sum(abs(ratio - 1) <= NEAR_LAYER for ratio in ratios)
+    return {"layers": (near, len(ratios)), "worst": max(ratios, key=lambda ratio: abs(ratio - 1), default=1.0)}
 
 
-def compare(item: tuple[str, str, Any]) -> dict[str, Any]:
-    """What differs between a row, its code, and plain torchao."""
-    name, form, given = item
-    device, timed = given.device, not given.no_times
-    import torch._dynamo  # reads the environment
-    from torch.utils._pytree import tree_map_only
-
-    from lowprec_check import scan
-    from lowprec_check.analysis.snippet import snippet
-    from lowprec_check.schema.axes import BACKENDS, Example
-    from lowprec_check.schema.precisions import PRECISIONS
-    from lowprec_check.schema.run_key import RunKey
+def compare(item: tuple[str, Any]) -> list[dict[str, Any]]:
+    """What differs between the rows of a model, their code, and plain torchao, by format."""
+    name, given = item
 
     model, inputs = model_and_inputs(name, given.width, given.layers)
-    options = {"device": device, "further_inputs": 0, "plan": False, "times": "on" if timed else "off"}
-    options |= {"isolation": "spawn" if device == "cuda" else None, "backends": ["eager", form]}
-    with contextlib.nullcontext() if timed else uncompiled():
+    forms, timed = given.formats.split(","), not given.no_times
+    options: dict[str, Any] = {"device": given.device, "backends": ["eager", *forms], "times": "on" if timed else "off"}
+    options |= {"further_inputs": 0, "plan": False, "errors": "none", "judge": "rel_l2", "tolerance": 10.0}
+    with contextlib.nullcontext() if timed else UNCOMPILED():
         result = scan(copy.deepcopy(model), inputs, precisions="bf16", **options)
-    if (row := result.runs[-1]).rel_l2 is None:
+    on_device = tree_map_only(torch.Tensor, lambda tensor: tensor.to(given.device), inputs)
+    low = copy.deepcopy(model).to(given.device).bfloat16()
+    compared = []
+    for form in forms:
+        [row] = [run for run in result.runs if run.backend == form and run.precision == "bfloat16"]
+        seen: dict[str, Any] = {"format": form}
+        try:
+            seen |= differences(row, result.model, low, on_device, (model, inputs), given)
+        except Exception as error:
+            seen |= {"reason": described(error)}
+        compared.append(seen)
+    return compared
+
+
+def differences(row: Any, info: Any, low: Any, on_device: Any, given_model: Any, given: Any) -> dict[str, Any]:
+    """What differs between a row, its code, and plain torchao."""
+    if row.rel_l2 is None:
         return {"reason": f"{row.status}: {(row.exception and row.exception.text) or row.reason}"[:200]}
+    form, device, timed = row.backend, given.device, not given.no_times
     seen: dict[str, Any] = {"emulated": row.without_kernels is not None}
-    low, backend = copy.deepcopy(model).to(device).bfloat16(), BACKENDS.get(form)
-    plain = copy.deepcopy(low)
-    on_device = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), inputs)
+    backend, plain, (model, inputs) = BACKENDS.get(form), copy.deepcopy(low), given_model
     ready = tree_map_only(torch.Tensor, lambda t: t.bfloat16() if t.is_floating_point() else t, on_device)
-    call: Any = ((), ready) if isinstance(ready, dict) else ((ready,), {})
-    named: dict[str, Any] = {"precision": PRECISIONS.get("bf16"), "device": device, "calibration": lambda: [call]}
-    example = Example(args=call[0], kwargs=call[1], **named)
-    with uncompiled(), torch.no_grad():
+    named: dict[str, Any] = {"precision": PRECISIONS.get("bf16"), "device": device}
+    example = Example(args=(), kwargs=ready, calibration=lambda: [((), ready)], **named)
+    with UNCOMPILED(), torch.no_grad():
         prepared = backend.prepare(low, example)
         values: dict[str, Any] = {"model": copy.deepcopy(model), "inputs": inputs}
         torch.manual_seed(0)
-        exec(snippet(RunKey("bfloat16", form, device), result.model), values)
-        found, expected = output_of(prepared, ready), output_of(model.to(device), on_device)
+        exec(snippet(RunKey("bfloat16", form, device), info), values)
+        found, expected = output_of(prepared, ready), output_of(copy.deepcopy(model).to(device), on_device)
         seen["code"] = all(map(torch.equal, tensors(values["output"]), found))
         errors = [float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]
         seen["error"] = timed or abs(max(errors) - row.rel_l2) <= 0.02 * row.rel_l2
         has_plain = not (seen["emulated"] and form in ("fp8-dynamic", "fp8-dynamic-tensor")) and form != "nvfp4"
         if has_plain:
-            quantize_plainly(plain, form)
+            quantize_plainly(plain, form, ready)
             seen["bits"] = all(map(torch.equal, found, output_of(plain, ready)))
         if has_plain and row.weight_bytes is not None:
-            torch.save(plain.state_dict(), file := io.BytesIO())
-            seen["weights"] = abs(row.weight_bytes / file.tell() - 1) <= NEAR
+            torch.save([plain.state_dict(), list(plain.buffers())], file := io.BytesIO())
+            saved = sum(part.file_size for part in zipfile.ZipFile(file).infolist() if "/data/" in part.filename)
+            seen["weights"] = abs(row.weight_bytes / saved - 1) <= NEAR
         if form.startswith("fp8-dynamic") and not seen["emulated"]:
-            seen["layers"] = emulated_layers(backend, prepared, low, example)
+            seen |= emulated_layers(backend, prepared, low, example)
     if timed and has_plain and row.latency_ms is not None:
         torch._dynamo.reset()
         seen |= {"ms": row.latency_ms, "loop_ms": median_ms(torch.compile(plain), ready, device)}
@@ -208,39 +244,45 @@ def compare(item: tuple[str, str, Any]) -> dict[str, Any]:
     return seen
 
 
-def plan(item: tuple[int, str, Any]) -> dict[str, Any]:
+def plan(item: tuple[int, str, Any]) -> list[dict[str, Any]]:
     """Whether the plan keeps the layer with the planted channel, alone, and its code gives the row."""
     seed, form, given = item
-    import torch
-    from torch import nn
-
-    from lowprec_check import scan
-
     torch.manual_seed(seed)
-    size, blocks, times = 128, 2 + seed % 4, 300.0
+    size, blocks = 128, 2 + seed % 4
 
     def block() -> nn.Module:
         up, down = nn.Linear(size, 2 * size), nn.Linear(2 * size, size)
         return nn.Sequential(OrderedDict(norm=nn.LayerNorm(size), up=up, act=nn.GELU(), down=down))
 
-    model, x = nn.Sequential(*(block() for _ in range(blocks)), nn.Linear(size, 64)).eval(), torch.randn(32, size)
-    quantize_plainly(clean := copy.deepcopy(model).to(given.device).bfloat16(), form)
-    with torch.no_grad():
-        expected, [found] = model(x), output_of(clean, x.to(given.device).bfloat16())
-        error = float((found - expected).norm() / expected.norm())
-        model[seed % blocks].norm.weight[seed % size] /= times
-        model[seed % blocks].up.weight[:, seed % size] *= times
-    options: dict[str, Any] = {"times": "off", "further_inputs": 0, "device": given.device, "plan": True}
-    options |= {"isolation": "spawn" if given.device == "cuda" else None}
-    with uncompiled():
-        result = scan(model, x, precisions="bf16", backends=["eager", form], tolerance=1.3 * error, **options)
+    model: Any = nn.Sequential(*(block() for _ in range(blocks)), nn.Linear(size, 64)).eval()
+    x = torch.randn(32, size)
+    options: dict[str, Any] = {"times": "off", "further_inputs": 0, "device": given.device, "precisions": "bf16"}
+    with UNCOMPILED(), torch.no_grad():
+        clean = scan(model, x, backends=["eager", form], tolerance=1.0, plan=False, **options).runs[-1]
+        model[seed % blocks].norm.weight[seed % size] /= 300.0
+        model[seed % blocks].up.weight[:, seed % size] *= 300.0
+        result = scan(model, x, backends=["eager", form], tolerance=1.3 * (clean.rel_l2 or 0.0), plan=True, **options)
         row, values = result.runs[-1], {"model": copy.deepcopy(model), "inputs": x}
         if row.base is None or result.plan is None:
-            return {"reason": "; ".join(attempt.outcome for attempt in result.attempts) or f"it is {row.status}"}
+            why = "; ".join(attempt.outcome for attempt in result.attempts) or f"it is {row.status}"
+            return [{"format": form, "reason": why}]
         exec(result.plan.code, values)
-    again = float((tensors(values["output"])[0] - expected).norm() / expected.norm())
+    [expected], [found] = output_of(model, x), tensors(values["output"])
+    again = float((found - expected).norm() / expected.norm())
     is_near = abs(again - (row.rel_l2 or 0.0)) <= NEAR_LAYER * again
-    return {"plan": row.keep_fp32 == [f"{seed % blocks}.up"], "plan code": is_near, "kept": row.keep_fp32}
+    kept = row.keep_fp32 == [f"{seed % blocks}.up"]
+    return [{"format": form, "plan": kept, "plan code": is_near, "kept": row.keep_fp32}]
+
+
+def about(row: dict[str, Any]) -> str:
+    """What differs; empty if nothing does."""
+    wrong = [check for check in (*CHECKS, "plan", "plan code") if row.get(check) is False]
+    if len(set(row.get("layers", ()))) > 1:
+        wrong.append("layers")
+    if not wrong and "reason" not in row:
+        return ""
+    known = {key: row[key] for key in ("layers", "worst", "ms", "loop_ms", "kept", "reason") if key in row}
+    return f"{row['name']}: {', '.join(wrong) or 'not run'} {known}"
 
 
 def rendered(data: dict[str, Any]) -> str:
@@ -249,25 +291,36 @@ def rendered(data: dict[str, Any]) -> str:
     lines += [f"| format | models | emulated | {' | '.join(CHECKS)} | layers |", f"|{'---|' * (len(CHECKS) + 4)}"]
     for form in dict.fromkeys(row["format"] for row in data["rows"]):
         rows = [row for row in data["rows"] if row["format"] == form]
-        cells = [
-            f"{sum(row[check] for row in rows if check in row)} of {sum(check in row for row in rows)}"
-            for check in CHECKS
-        ]
+        judged = [[row[check] for row in rows if check in row] for check in CHECKS]
+        cells = [f"{sum(values)} of {len(values)}" for values in judged]
         layers = [sum(pair) for pair in zip(*(row["layers"] for row in rows if "layers" in row), strict=True)] or [0, 0]
         shown = [form, len(rows), sum(row.get("emulated", False) for row in rows), *cells, "{} of {}".format(*layers)]
         lines.append(f"| {' | '.join(map(str, shown))} |")
     kept, again = (sum(row.get(check, False) for row in data["plans"]) for check in ("plan", "plan code"))
     lines += [
         "",
-        f"Planted: {kept} of {len(data['plans'])} plans keep this layer alone; {again} codes give the row.",
+        f"Planted: of {len(data['plans'])} plans, {kept} keep this layer alone; {again} codes give the row.",
         "",
     ]
-    for row in (*data["rows"], *data["plans"]):
-        wrong = [check for check in (*CHECKS, "plan", "plan code") if row.get(check) is False]
-        if wrong or "reason" in row:
-            about = {key: row[key] for key in ("ms", "loop_ms", "kept", "reason") if key in row}
-            lines.append(f"- {row['name']}: {', '.join(wrong) or 'not run'} {about}")
+    lines += [f"- {text}" for text in map(about, (*data["rows"], *data["plans"])) if text]
     return "\n".join(lines) + "\n"
+
+
+def import_all(given: Any) -> None:
+    """Import what all forks need, without initializing CUDA: a fork could not use it."""
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    torch.set_num_threads(1)  # jobs share the cores
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torchvision_works())
+        if given.device == "cuda":
+            # torchao, which transformers imports, asks for these
+            ((_, found, _),) = in_processes(lambda _: torch.cuda.get_device_capability(), [None], 1)
+            stack.enter_context(mock.patch("torch.cuda.is_available", return_value=True))
+            stack.enter_context(mock.patch("torch.cuda.get_device_capability", return_value=found))
+            stack.enter_context(mock.patch("torch.utils._triton.has_triton", functools.partial(bool, 1)))
+        for library in LIBRARIES:
+            with contextlib.suppress(ModuleNotFoundError):
+                importlib.import_module(library)
 
 
 def main() -> None:
@@ -282,18 +335,21 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for each model in a format")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="seconds for all")
     given = parser.parse_args()
-    end = time.monotonic() + given.seconds
-    pairs = [(name, form, given) for name in given.only.split(",") if name for form in given.formats.split(",")]
-    planted = [(seed, PLANTED[seed % len(PLANTED)], given) for seed in range(given.planted)]
-    found: dict[str, list[dict[str, Any]]] = {"plans": [], "rows": []}
-    for key, work, items in (("plans", plan, planted), ("rows", compare, pairs)):
-        for (name, form, _), seen, problem in in_processes(
-            work, items, given.jobs, end - time.monotonic(), given.limit
-        ):
-            found[key].append({"name": f"{name} {form}", "format": form, **(seen or {"reason": problem})})
-            print(found[key][-1], flush=True)
-        print(f"{len(found[key])} of {len(items)} {key}", flush=True)
-    save(given.output, {"made": made(given.device), **found}, rendered)
+    started = time.monotonic()
+    import_all(given)
+    ((_, how, _),) = in_processes(made, [given.device], 1)
+    items: list[Any] = [(compare, name, given) for name in given.only.split(",") if name]
+    items += [(plan, seed, PLANTED[seed % len(PLANTED)], given) for seed in range(given.planted)]
+    left = given.seconds + started - time.monotonic()
+    data: dict[str, Any] = {"made": how, "rows": [], "plans": []}
+    for item, found, problem in in_processes(lambda item: item[0](item[1:]), items, given.jobs, left, given.limit):
+        for row in found or [{"format": item[2] if item[0] is plan else "all", "reason": problem}]:
+            row |= {"name": f"{item[1]} {row['format']}"}
+            data["plans" if item[0] is plan else "rows"].append(row)
+            print(f"{time.monotonic() - started:.0f} s {about(row) or row['name']}", flush=True)
+        if given.output:
+            save(given.output, data, rendered)
+    print(rendered(data), len(data["rows"]), "rows and", len(data["plans"]), "plans of", len(items), "processes")
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
+from quantized import MODELS, model_and_inputs
 from shared import described, head, in_processes, made, parser_of, save
 from torch import Tensor, nn
 
@@ -280,18 +281,16 @@ def noise(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
 
 
-def tokens(length: int = 32) -> Tensor:
-    """Two sequences of token ids below 500, from seed 1."""
-    return torch.randint(0, 500, (2, length), generator=torch.Generator().manual_seed(1))
-
-
 def torchvision_cases() -> Iterator[Case]:
     """Classification, segmentation, detection, video, optical flow."""
     tv = import_torchvision()
     models = tv.models
 
+    def made(name: str, inputs: Inputs, **options: Any) -> tuple[nn.Module, Inputs]:
+        return models.get_model(name, weights=None, **options), inputs
+
     def make(name: str, *shape: int, **options: Any) -> Make:
-        return lambda: (models.get_model(name, weights=None, **options), (noise(*shape),))
+        return functools.partial(made, name, (noise(*shape),), **options)
 
     image, clip = (1, 3, 64, 64), (1, 3, 4, 32, 32)
     for name in ("resnet18", "mobilenet_v3_small", "shufflenet_v2_x0_5", "squeezenet1_1", "efficientnet_b0"):
@@ -308,85 +307,30 @@ def torchvision_cases() -> Iterator[Case]:
         "ssdlite320_mobilenet_v3_large": {"weights_backbone": None, "score_thresh": 0.0, "detections_per_img": 20},
     }
     for name, options in detectors.items():
-        yield Case(
-            f"torchvision:{name}",
-            lambda name=name, options=options: (  # type: ignore[misc]
-                models.get_model(name, weights=None, **options),
-                ([noise(3, 96, 96).sigmoid()],),
-            ),
-        )
+        inputs = ([noise(3, 96, 96).sigmoid()],)
+        yield Case(f"torchvision:{name}", functools.partial(made, name, inputs, **options))
     for name in ("r3d_18", "swin3d_t"):
         yield Case(f"torchvision:{name}", make(name, *clip))
     yield Case("torchvision:resnet18 (training)", make("resnet18", 4, 3, 64, 64), training=True)
     yield Case("torchvision:mobilenet_v3_small (training)", make("mobilenet_v3_small", 4, 3, 64, 64), training=True)
 
 
-WIDTH = {"hidden_size": 64, "num_attention_heads": 4}
-LAYERS = {**WIDTH, "num_hidden_layers": 2, "intermediate_size": 128}
-VISION = {**LAYERS, "image_size": 64}
-TEXT = {**LAYERS, "vocab_size": 512, "max_position_embeddings": 128}
-DECODER = {**TEXT, "num_key_value_heads": 2}
-HEADS = {"vocab_size": 512, "n_layer": 2, "n_head": 4}
-D_MODEL = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
-
-TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "bert": ("BertModel", "BertConfig", TEXT),
-    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {**HEADS, "n_positions": 128, "n_embd": 64}),
-    "llama": ("LlamaForCausalLM", "LlamaConfig", {**DECODER, "use_cache": False}),
-    "t5": ("T5Model", "T5Config", {**D_MODEL, "vocab_size": 512, "use_cache": False}),
-    "clip-vision": ("CLIPVisionModel", "CLIPVisionConfig", {**VISION, "patch_size": 16}),
-    "segformer": (
-        "SegformerForSemanticSegmentation",
-        "SegformerConfig",
-        {"depths": [1] * 4, "hidden_sizes": [16, 32, 48, 64], "num_attention_heads": [1, 2, 3, 4]},
-    ),
-    "deberta-v2": (
-        "DebertaV2Model",
-        "DebertaV2Config",
-        {**TEXT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
-    ),
-    "opt": ("OPTForCausalLM", "OPTConfig", {**TEXT, "ffn_dim": 128, "word_embed_proj_dim": 64, "use_cache": False}),
-}
-"""Class of the model, class of its configuration, and the values that make it tiny."""
-
-
-def transformers_inputs(name: str, model: Any) -> dict[str, Any]:
-    """Inputs of the kind that the model expects."""
-    if name == "bert":
-        return {"input_ids": tokens(), "attention_mask": (torch.arange(32) < 20).long().expand(2, 32)}
-    if name == "t5":
-        return {"input_ids": tokens(), "decoder_input_ids": tokens(8)}
-    made: dict[str, Tensor] = {"input_ids": tokens(), "pixel_values": noise(1, 3, 64, 64)}
-    return {model.main_input_name: made[model.main_input_name]}
-
-
 def transformers_cases() -> Iterator[Case]:
     """Tiny models from configurations."""
-    library = importlib.import_module("transformers")
-    library.logging.set_verbosity_error()
+    importlib.import_module("transformers").logging.set_verbosity_error()
 
-    def make(name: str) -> Make:
-        def build() -> tuple[nn.Module, Inputs]:
-            model_class, config_class, values = TRANSFORMERS[name]
-            model: Any = getattr(library, model_class)(getattr(library, config_class)(**values))
-            return model, transformers_inputs(name, model)
+    def wrapped(name: str, wrapper: Callable[[nn.Module], nn.Module]) -> tuple[nn.Module, Inputs]:
+        model, inputs = model_and_inputs(name, 64, 2)
+        return wrapper(model), inputs
 
-        return build
-
-    def wrapped(name: str, wrapper: Callable[[nn.Module], nn.Module]) -> Make:
-        def build() -> tuple[nn.Module, Inputs]:
-            model, inputs = make(name)()
-            return wrapper(model), inputs
-
-        return build
-
-    for name in TRANSFORMERS:
-        yield Case(f"transformers:{name}", make(name))
-    yield Case("transformers:gpt2 (next tokens)", wrapped("gpt2", Labels))
-    yield Case("transformers:llama (top 5 tokens)", wrapped("llama", functools.partial(Labels, count=5)))
-    yield Case("transformers:segformer (labels)", wrapped("segformer", functools.partial(Labels, dim=1)))
-    yield Case("transformers:gpt2 (keeps its cache)", wrapped("gpt2", Streaming))
-    yield Case("transformers:bert (training)", make("bert"), training=True)
+    for name in MODELS[:-1]:  # the last one is of another library
+        yield Case(f"transformers:{name}", functools.partial(model_and_inputs, name, 64, 2))
+    top = functools.partial(Labels, count=5)
+    of_gpt2: dict[str, Any] = {"next tokens": Labels, "top 5 tokens": top, "keeps its cache": Streaming}
+    for what, wrapper in of_gpt2.items():
+        yield Case(f"transformers:gpt2 ({what})", functools.partial(wrapped, "gpt2", wrapper))
+    yield Case("transformers:resnet (labels)", functools.partial(wrapped, "resnet", functools.partial(Labels, dim=1)))
+    yield Case("transformers:bert (training)", functools.partial(model_and_inputs, "bert", 64, 2), training=True)
 
 
 def cases(only: Sequence[str] = ()) -> tuple[list[Case], list[str]]:

@@ -44,6 +44,8 @@ class Format:
     multiple_of: tuple[int, int] = (1, 1)
     """What ``in_features`` and ``out_features`` of a layer must be multiples of; other layers are
     left alone."""
+    contiguous: bool = False
+    """Whether torchao refuses inputs of a layer that are not contiguous, such as ``x[:, 0]``."""
     smooths: bool = False
     """Whether outliers of the activations are moved into the weights first, on calibration data."""
     freezes: bool = False
@@ -181,6 +183,7 @@ FORMATS = (
         imports=_MX,
         devices=("cuda",),
         capability=(10, 0),
+        contiguous=True,
         multiple_of=(32, 32),
     ),
     Format(
@@ -195,6 +198,7 @@ FORMATS = (
         imports=_MX,
         devices=("cuda",),
         capability=(10, 0),
+        contiguous=True,
         multiple_of=(32, 32),
     ),
     Format(
@@ -206,6 +210,7 @@ FORMATS = (
         emulation="nvfp4",
         devices=("cuda",),
         capability=(10, 0),
+        contiguous=True,
         multiple_of=(16, 16),
     ),
 )

@@ -147,6 +147,10 @@ class OfFormat(Quantizing):
             emulated = [f"emulate(model, {form.emulation}, is_quantized)"]
         if form.is_passed_by:
             lines.append("torch.backends.mha.set_fastpath_enabled(False)  # it reads weights past the layers")
+        if form.contiguous:
+            hook = "lambda module, args: tuple(tensor.contiguous() for tensor in args)"
+            lines += ["for name, module in model.named_modules():", "    if is_quantized(module, name):"]
+            lines += [f"        module.register_forward_pre_hook({hook})  # torchao takes no others"]
         if device not in form.devices:
             lines += [f"# emulated; {form.needs()}: {quantized[0]}", *emulated]
         elif form.can_be_emulated:

@@ -94,6 +94,9 @@ def quantize_linear(
                     layers[name] = "calibration does not call it"
         else:
             torchao.quantize_(quantized, config, is_taken)
+            if format.contiguous:
+                for module in taken:
+                    module.register_forward_pre_hook(lambda _, args: tuple(map(Tensor.contiguous, args)))
         if None not in layers.values() and not keep:
             raise nothing_to_quantize(model, format.name, "linear layers", filter(None, layers.values()))
         if emulated is not None or not compiles:

@@ -124,6 +124,15 @@ def test_a_forward_of_its_own_is_called(name: str, kind: str) -> None:
     assert 0 < error < 0.2
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_layers_take_inputs_that_are_not_contiguous(name: str) -> None:
+    """By itself, torchao refuses them in MX formats."""
+    model = nn.Sequential(linear(), nn.GELU(), linear()).eval()
+    error, _, layers = row(name, model, rows().t().contiguous().t())
+    assert [layer.left for layer in layers] == [None, None]
+    assert error == pytest.approx(row(name, model, rows())[0], rel=0.01)
+
+
 @pytest.mark.parametrize("kind", ["hook", "bias"])
 def test_smoothing_drops_nothing_that_a_layer_has(kind: str) -> None:
     layer = linear()
