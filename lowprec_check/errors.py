@@ -159,6 +159,11 @@ def type_name(value: object) -> str:
     return name[:200]
 
 
+def one_line(error: BaseException) -> str:
+    """``KeyError: x``: its type and the :func:`first_line` of its message."""
+    return f"{type_name(error)}: {first_line(message_of(error))}"
+
+
 def traceback_of(error: BaseException) -> str:
     """The traceback as Python prints it; of a long one, the beginning and the end. Never raises."""
     if isinstance(error, WorkerError):

@@ -40,8 +40,6 @@ MEMORY_FACTOR, PROCESS_FACTOR = 1.05, 1.15
 
 ERROR_FLOOR = 1e-7  # errors below fp32's own rounding carry no information
 
-_MACHINE = ("device", "device_name", "cpu_capability", "threads", "platform")
-
 
 class Comparison(NamedTuple):
     """What a feature compares in two results; an object in its module ``diff``."""
@@ -272,6 +270,9 @@ def _gap_changes(run: Run, gaps: list[Gap], direction: Direction, state: str) ->
             parts.append(say("and {more:count more place}", more=len(places) - 1))
         what = chained(*parts, between=" ")
         yield ScanChange(kind="gap", direction=direction, run=label(run), what=what.text)
+
+
+_MACHINE = ("device", "device_name", "cpu_capability", "threads", "platform")
 
 
 def _speed(before: Run, after: Run, old: ScanResult, new: ScanResult) -> Iterator[ScanChange]:

@@ -19,7 +19,6 @@ model, where one passes them to another.
 """
 
 CAST_INPUT = "cast input"  # what stands for the op in the share of rounding the inputs
-CANCELS = 0.1  # a module in fp32 that raises the squared error by this part cancels errors of others
 CHANCE = 2.0  # a derived share counts if it is at least this many times the spread of its budget
 VAGUE = 0.5  # of the squared error: a cause cannot be told from others
 
@@ -242,6 +241,9 @@ def _ranked(run: Run, tried: Mapping[str, ModuleShare]) -> list[tuple[PartShare,
         return -gain, -part.share
 
     return sorted(((part, worth(part)) for part in parts.values()), key=order)
+
+
+CANCELS = 0.1  # a module in fp32 that raises the squared error by this part cancels errors of others
 
 
 def cancelling(run: Run) -> str | None:

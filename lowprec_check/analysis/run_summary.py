@@ -18,9 +18,6 @@ from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Sentence, fill, say, short_op
 from lowprec_check.schema.verdict import look
 
-_NO_KERNEL = ("missing-kernel", "unsupported-dtype", "no-backend-kernel", "crash")
-
-
 PREDICTED = " · predicted"
 """What the label of a predicted run ends with."""
 
@@ -282,6 +279,9 @@ def never_called(runs: Sequence[Run]) -> list[str]:
 def was_checked(run: Run) -> bool:
     """Whether the whole model was analyzed, so that what is not listed does not exist."""
     return run.complete and run.status not in ("skipped", "timeout", "crashed")
+
+
+_NO_KERNEL = ("missing-kernel", "unsupported-dtype", "no-backend-kernel", "crash")
 
 
 def missing_kernels(run: Run) -> list[str]:

@@ -88,8 +88,6 @@ def _names_in_order(node: ast.AST, local: frozenset[str] = frozenset()) -> Itera
         yield from _names_in_order(child, local)
 
 
-_LISTED = 3  # at most so many tensors are converted by name
-
 _UNDER_AUTOCAST = """\
 def keep_in_fp32(model, names):  # run these modules on fp32 inputs, without autocast
     from functools import partial
@@ -337,6 +335,9 @@ def conversion_of(key: RunKey) -> Conversion:
     if device != "cpu":
         conversion = conversion._replace(device=key.device)
     return conversion
+
+
+_LISTED = 3  # at most so many tensors are converted by name
 
 
 def convert_inputs(model: ModelInfo, conversion: Conversion, in_fp32: Sequence[str] = ()) -> list[str]:

@@ -24,6 +24,15 @@ LowDtype = Literal["half", "bfloat16"]
 Way = Literal["cast", "autocast"]
 
 
+def _check(links: Sequence[str], codes: Sequence[str]) -> None:
+    for link in links:
+        if not re.match(r"https://\S+$", link):
+            raise ValueError(f"{link!r} is not an https link")
+    for code in codes:
+        if not re.fullmatch(r"LP\d{3}", code):
+            raise ValueError(f"{code!r} is not a diagnostic code")
+
+
 class KnownIssue(StrictStruct, frozen=True, kw_only=True):
     """One reported issue. An empty list or a missing bound does not limit the issue."""
 
@@ -66,12 +75,7 @@ class KnownIssue(StrictStruct, frozen=True, kw_only=True):
         for device in self.devices:
             if device not in DEVICES.names():
                 raise ValueError(f"{device!r} is not a device: choose from {', '.join(DEVICES.names())}")
-        for url in (self.link, *self.more):
-            if not re.match(r"https://\S+$", url):
-                raise ValueError(f"{url!r} is not an https link")
-        for code in self.codes:
-            if not re.fullmatch(r"LP\d{3}", code):
-                raise ValueError(f"{code!r} is not a diagnostic code")
+        _check([self.link, *self.more], self.codes)
         try:
             re.compile(self.message or "")
         except re.error as error:
@@ -233,11 +237,7 @@ class KnownPattern(StrictStruct, frozen=True, kw_only=True):
     """The small form of it in tests/field."""
 
     def __post_init__(self) -> None:
-        if not re.match(r"https://\S+$", self.link):
-            raise ValueError(f"{self.link!r} is not an https link")
-        for code in self.codes:
-            if not re.fullmatch(r"LP\d{3}", code):
-                raise ValueError(f"{code!r} is not a diagnostic code")
+        _check([self.link], self.codes)
         if not self.codes or not self.ops:
             raise ValueError("needs codes and ops")
 

@@ -10,7 +10,7 @@ import msgspec
 
 from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.model.user_code import reraise_interrupt
-from lowprec_check.errors import first_line, message_of, type_name
+from lowprec_check.errors import one_line
 from lowprec_check.process.function_worker import Ended
 from lowprec_check.schema.base import Struct, encoded
 from lowprec_check.schema.op_calls import OpCalls
@@ -148,4 +148,4 @@ def faults_sent(what: str, send: Send) -> Iterator[None]:
         yield
     except BaseException as error:  # the user's metric may exit
         reraise_interrupt(error)
-        send(PartFailed(f"{what}{PART_FAILED}{type_name(error)}: {first_line(message_of(error))}"))
+        send(PartFailed(f"{what}{PART_FAILED}{one_line(error)}"))

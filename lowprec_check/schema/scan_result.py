@@ -28,7 +28,6 @@ from lowprec_check.schema.findings import (
     Severity,
 )
 from lowprec_check.schema.fixing import Fixing
-from lowprec_check.schema.meaning import Meaning
 from lowprec_check.schema.measures import (
     Ablation,
     BatchRanges,
@@ -54,7 +53,7 @@ from lowprec_check.schema.run_key import EAGER, REFERENCE, MemoryFormat, RunKey,
 from lowprec_check.schema.scanned_model import ModelInfo, WeightsOrigin
 from lowprec_check.schema.statements import Statement
 from lowprec_check.schema.training import TrainingRun, TrainingSetup
-from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo, Status
+from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo, Meaning, Status
 
 Part = Literal["runs", "op_calls", "gaps", "diagnostics"]
 Columns = dict[str, list[Any]]
@@ -443,8 +442,6 @@ class ScanResult(Struct, frozen=True, kw_only=True):
     """How the model was trained; ``None`` if only the forward pass was run."""
     as_given: ModelAsGiven | None = None
     """The model as given, if it has several floating dtypes; the runs convert it to one."""
-    what_if: list[Any] = []
-    """Empty; in older files, the output errors predicted for formats that were not run."""
     fixing: Fixing | None = None
     """The patch of the user's source that ``lowprec-check fix`` found, if it was asked for."""
     # For the reader of a report, and for resuming.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from lowprec_check.schema.base import Struct
-from lowprec_check.schema.meaning import Meaning
 from lowprec_check.schema.run_key import Phase
 
 Status = Literal["ok", "unjudged", "inaccurate", "nonfinite", "error", "crashed", "timeout", "skipped"]
@@ -55,6 +54,35 @@ LOOKS: dict[str, StatusLook] = {
 def look(status: str) -> StatusLook:
     """How ``status`` is shown; one that this version does not know, by its name."""
     return LOOKS.get(status) or StatusLook(status, "?", "❔", "none", 1, "")
+
+
+class Meaning(Struct, frozen=True, kw_only=True):
+    """What a measure says of an output, compared with that of fp32."""
+
+    measure: str
+    """Its name: ``boxes``."""
+    figures: dict[str, float]
+    """Its figures by name: shares from 0 to 1, differences and divergences in their own units."""
+    decides: bool = False
+    """Whether the status rests on it; else on rel_l2."""
+    cannot_tell: str = ""
+    """Why its figures mean nothing here; empty if they do."""
+    why: str = ""
+    """What it was chosen by: the class of the output, ``--judge``."""
+    text: str = ""
+    """The figures in words."""
+    shown: str = ""
+    """The figure that decides: ``tokens 99.2 %``, ``boxes iou 93 %``."""
+    examples: list[str] = []
+    """What differs, at most three."""
+    loss: float = 0.0
+    """1 minus the share that is equal, or the difference, of the figure that decides."""
+    limit: float = 0.0
+    """The largest ``loss`` that passes."""
+    used: float = 0.0
+    """``loss`` / ``limit``, at most 1e9."""
+    tolerance: float | None = None
+    """That of relative errors, which the limit replaces if the measure decides."""
 
 
 class ErrorStats(Struct, frozen=True, kw_only=True):

@@ -158,9 +158,9 @@ def instruction_of(frame: FrameType) -> int:
     return -1
 
 
-def source_line(frame: FrameType | None = None) -> str | None:
+def source_line(frame: FrameType) -> str | None:
     """The innermost line on the stack that is not torch's; ``None`` if there is none."""
-    return source_lines(frame or sys._getframe(1)).source
+    return source_lines(frame).source
 
 
 def own_line(frame: FrameType) -> str | None:

@@ -53,12 +53,6 @@ from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Sentence, chained, plain, say, say_if, short_op, some
 
 OUTLIER_ROUNDOFFS = 8  # unit roundoffs; rounding the exact result costs at most one
-JUMP = 4  # times the error of the inputs
-
-# How the short names of ops begin whose integer output is the indices of chosen elements.
-PICKS_ELEMENTS = "arg", "max", "min", "cummax", "cummin", "topk", "sort", "median", "nanmedian", "kthvalue", "mode"
-# Short names of ops that return the indices of pooled elements or the pivots of a matrix.
-POOLS_OR_PIVOTS = re.compile(r"(adaptive_|fractional_)?max_pool\d?d.*|linalg_((lu|ldl)_factor.*|solve_ex|det|slogdet)")
 
 
 @rule("LP301", "output-mismatch", "error")
@@ -253,6 +247,9 @@ def _uncovered(
             yield Finding(message, run, fault.module, fault.op, fault.source, help=advice, matters=True)
 
 
+JUMP = 4  # times the error of the inputs
+
+
 @rule("LP303", "error-amplifier", "warning")
 def error_amplifier(result: ScanResult) -> Iterator[Finding]:
     """The op magnifies the error of its inputs.
@@ -351,6 +348,10 @@ def decision_flip(result: ScanResult) -> Iterator[Finding]:
         yield from _flips(run, result)
 
 
+# Short names of ops that return the indices of pooled elements or the pivots of a matrix.
+POOLS_OR_PIVOTS = re.compile(r"(adaptive_|fractional_)?max_pool\d?d.*|linalg_((lu|ldl)_factor.*|solve_ex|det|slogdet)")
+
+
 def _flips(run: Run, result: ScanResult) -> Iterator[Finding]:
     share, budget = 0.0, run.budget
     if budget is not None and is_over_tolerance(run) and run.status != "ok":
@@ -405,6 +406,10 @@ def _flips(run: Run, result: ScanResult) -> Iterator[Finding]:
     if causes and not places and not flips:
         message = say("no op picks differently; values read by .tolist() or .numpy(), or Python code, may differ")
         yield weighed(Finding(message, run=run))
+
+
+# How the short names of ops begin whose integer output is the indices of chosen elements.
+PICKS_ELEMENTS = "arg", "max", "min", "cummax", "cummin", "topk", "sort", "median", "nanmedian", "kthvalue", "mode"
 
 
 def _choice(row: OpCall, wide: str) -> Sentence:

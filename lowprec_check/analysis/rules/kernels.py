@@ -19,7 +19,6 @@ from lowprec_check.schema.scan_result import Gap, Run, ScanResult
 from lowprec_check.schema.statements import Sentence, chained, plain, say, say_if
 
 SLOW_RATIO = 5.0  # times as long as in fp32
-LEAST_PART = 0.05  # of the time of a run: an op that takes less of it makes nothing slow
 SLOW_MS = 5.0
 SHORT_MS = 0.1  # of a shorter call, what surrounds the kernel is too large a part to compare two of them
 WAIT_MS = 100.0  # how long a call with threads may wait for busy cores: over 80 ms was observed
@@ -222,6 +221,9 @@ def slow_kernel(result: ScanResult) -> Iterator[Finding]:
         for op, (message, calls) in slow_ops.items():
             formats = {other.format for other, ops in slow if op in ops and other.format}
             yield Finding(message, run=run, op=op, help=faster(run, result, formats), calls=calls)
+
+
+LEAST_PART = 0.05  # of the time of a run: an op that takes less of it makes nothing slow
 
 
 def _slow_ops(run: Run, shortest: float, fp32_ms: float) -> dict[str, tuple[Sentence, int]]:

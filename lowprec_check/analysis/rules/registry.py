@@ -110,7 +110,7 @@ class CallsAround:
             reads=_functions(before),
             feeds=_functions(after),
             largest=max((row.absmax for row in rows if row.absmax is not None), default=None),
-            in_fp32=bool(rows) and all(_reads_fp32(row) for row in rows),
+            in_fp32=bool(rows) and all(set(row.dtypes.partition("→")[0].split("+")) == {"f32"} for row in rows),
             directly=_functions(self._rows[index] for call in calls for index in self._writers(call)),
             from_input=any(FROM_INPUT in row.reads for row in (*rows, *before)),
             vanished=any(row.vanished is not None for row in (*rows, *before)),
@@ -132,10 +132,6 @@ class CallsAround:
 
 def _functions(rows: Iterable[OpCall]) -> frozenset[str]:
     return frozenset(function_name(row.op) for row in rows)
-
-
-def _reads_fp32(row: OpCall) -> bool:
-    return set(row.dtypes.partition("→")[0].split("+")) == {"f32"}
 
 
 # What a gap of a predicted run rests on, if not on the catalog: checks that torch makes before it

@@ -57,7 +57,6 @@ from lowprec_check.schema.statements import (
     say_if,
 )
 
-LONG_SETUP = 1.0  # seconds of set-up that are worth naming
 _TOO_HIGH = 0.5  # an upper bound from few inputs, which tells nothing
 
 
@@ -323,6 +322,9 @@ def interval(run: Run, result: ScanResult) -> Made:
         return None
     words = "{low:three} – {high:three} times as fast as fp32 in {rounds:count round}"
     return say(words, low=in_rounds.low, high=in_rounds.high, rounds=in_rounds.rounds)
+
+
+LONG_SETUP = 1.0  # seconds of set-up that are worth naming
 
 
 @per_run("setup", "advice", basis=80)

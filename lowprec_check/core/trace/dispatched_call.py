@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -185,10 +186,8 @@ class DispatchedCall:
                     return float(number)
         return None
 
-    def with_numbers(
-        self, outputs: list[Tensor], instead: Callable[[float], float], low: torch.dtype | None = None
-    ) -> tuple[Args, Kwargs]:
-        """Its arguments, with others for such numbers."""
+    def with_number(self, outputs: list[Tensor], number: float, low: torch.dtype) -> tuple[Args, Kwargs]:
+        """Its arguments, with ``number`` for such numbers, in their sign."""
         largest = self._largest_vanishing(outputs, low)
         if largest is None:
             return self.args, self.kwargs
@@ -198,10 +197,10 @@ class DispatchedCall:
                 return type(value)(map(replaced, value))
             if not _vanishes(value, largest):
                 return value
-            number = instead(float(value))
+            signed = math.copysign(number, value)
             if isinstance(value, Tensor):
-                return torch.tensor(number, dtype=value.dtype)
-            return number
+                return torch.tensor(signed, dtype=value.dtype)
+            return signed
 
         args, kwargs = list(self.args), dict(self.kwargs)
         for index, name in self.traits.number_slots:

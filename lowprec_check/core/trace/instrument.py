@@ -17,11 +17,10 @@ from lowprec_check.core.trace.execution import Emulation
 from lowprec_check.core.trace.function_mode import BackwardFailures, FunctionRescue, SteppingCall
 from lowprec_check.core.trace.journal import Journal
 from lowprec_check.core.trace.lockstep import Lockstep
-from lowprec_check.core.trace.observers import End, MakeObserver, OpObserver, Pass
+from lowprec_check.core.trace.observers import End, MakeObserver, OpObserver, Pass, Returned, returned
 from lowprec_check.core.trace.pending_figures import PendingFigures
 from lowprec_check.core.trace.places import Places
 from lowprec_check.core.trace.recorder import Recorder
-from lowprec_check.core.trace.returned import Returned, returned
 from lowprec_check.core.trace.seeds import seed_inputs, seed_state
 from lowprec_check.core.trace.twins import storage_key
 from lowprec_check.engine.model.plain_run import ModuleOutput, describe_error, kept_output, output_parts

@@ -20,7 +20,7 @@ from lowprec_check.core.trace.dispatched_call import DispatchedCall, named_argum
 from lowprec_check.core.trace.ops import COPIES, Args, Kwargs, map_args
 from lowprec_check.core.trace.pending_figures import PendingFigures
 from lowprec_check.core.trace.twins import Twins, may_overlap, storage_key
-from lowprec_check.errors import first_line, message_of, type_name
+from lowprec_check.errors import one_line
 from lowprec_check.torchkit.devices import default_generator
 from lowprec_check.torchkit.floating_dtypes import is_float, widened_dtype
 
@@ -148,7 +148,7 @@ class Lockstep:
             if len(references) != len(outputs):
                 raise RuntimeError(f"it returns {len(references)} tensors, not {len(outputs)}")
         except Exception as error:
-            why = f"fails in the fp32 reference ({type_name(error)}: {first_line(message_of(error))})"
+            why = f"fails in the fp32 reference ({one_line(error)})"
         if call.traits.mutable and any(may_overlap(t.shape, t.stride()) for t in call.written() if is_float(t)):
             why = "writes several times to the same memory"
         if why is not None:

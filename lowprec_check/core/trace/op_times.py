@@ -46,7 +46,7 @@ class SlowOpTimes:
             self._measured[alike] = times
         if call.seconds > LONG_SECONDS:
             times = call.seconds, times[1]
-        row.time_ms, row.reference_ms = map(_milliseconds, times)
+        row.time_ms, row.reference_ms = (int(seconds * 1e7) / 1e4 for seconds in times)
 
 
 def _again(call: DispatchedCall, seconds: float, wide: tuple[Args, Kwargs]) -> tuple[float, float]:
@@ -70,7 +70,3 @@ def _signature(value: Any) -> object:
     if isinstance(value, (list, tuple)):
         return tuple(map(_signature, value))
     return repr(value)
-
-
-def _milliseconds(seconds: float) -> float:
-    return int(seconds * 1e7) / 1e4

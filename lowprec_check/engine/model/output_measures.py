@@ -15,10 +15,10 @@ import msgspec
 from torch import Tensor
 
 from lowprec_check.engine.model.output_tensors import OutputForm
-from lowprec_check.errors import UsageError, first_line, message_of, type_name
-from lowprec_check.schema.meaning import Meaning
+from lowprec_check.errors import UsageError, one_line
 from lowprec_check.schema.registry import objects_of_features
 from lowprec_check.schema.statements import percent
+from lowprec_check.schema.verdict import Meaning
 from lowprec_check.torchkit.output_comparison import OutputComparison, compare_outputs
 
 MOST_USED = 1e9
@@ -288,7 +288,7 @@ def _meanings(
         except UsageError:
             raise
         except Exception as error:  # rel_l2 can tell what a measure cannot
-            reason = f"the measure fails: {type_name(error)}: {first_line(message_of(error))}"
+            reason = f"the measure fails: {one_line(error)}"
             told = _meaning(name, Measured(cannot_tell=reason), {})
         taken |= numbers
         why = form.kind

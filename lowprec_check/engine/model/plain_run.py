@@ -23,7 +23,7 @@ from lowprec_check.engine.model.run_so_far import RunSoFar
 from lowprec_check.engine.model.streamed_weights import stream_of
 from lowprec_check.engine.model.target import WithLoss
 from lowprec_check.engine.model.user_code import reraise_interrupt
-from lowprec_check.errors import UsageError, first_line, message_of, text_of, type_name
+from lowprec_check.errors import UsageError, first_line, message_of, one_line, text_of, type_name
 from lowprec_check.process import system
 from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.verdict import ExceptionInfo, Status
@@ -313,7 +313,7 @@ def judge(
     except UsageError:
         raise
     except Exception as error:  # a kind of tensor that torch itself can hardly handle
-        note = f"its output could not be compared: {type_name(error)}: {first_line(message_of(error))}"
+        note = f"its output could not be compared: {one_line(error)}"
         return "unjudged", OutputComparison(NOTHING, math.inf, note=note, compared=False, limit=tolerance)
     if compared.limit is None:
         compared = compared._replace(limit=tolerance)

@@ -24,7 +24,7 @@ from lowprec_check.engine.model.target_spec import OnProgress, TargetSpec
 from lowprec_check.engine.model.user_module import UserImports, separate_imports, use_sources
 from lowprec_check.engine.model.user_script import parked_threads
 from lowprec_check.engine.model.weights import scale_weights
-from lowprec_check.errors import UsageError, WorkerError, encodable, first_line, message_of, type_name
+from lowprec_check.errors import UsageError, WorkerError, encodable, one_line
 from lowprec_check.process import Isolation, system
 from lowprec_check.process.breadcrumb import read_shared, shared_file
 from lowprec_check.process.function_worker import KeptWorker, Method
@@ -131,7 +131,7 @@ class TargetSource:
                     cloudpickle.dump(self.target, file)
             except Exception as error:
                 os.close(descriptor)
-                why = f"{type_name(error)}: {first_line(message_of(error))}"
+                why = one_line(error)
                 raise UsageError(
                     f"The model cannot be sent to a fresh interpreter: {why}",
                     "Scan its file with: lowprec-check scan FILE.",

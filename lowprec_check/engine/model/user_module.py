@@ -116,7 +116,7 @@ def import_file(path: Path, names: Definitions, steps: int = 0) -> UserModule:
 
 
 def _imported(
-    name: str, shown: str, execute: Callable[[], object], steps: int = 0, defined: Definitions | None = None
+    name: str, shown: str, execute: Callable[[], object], steps: int, defined: Definitions | None
 ) -> UserModule:
     """The module that ``execute`` imports by this ``name``."""
     what = f"The import of {shown}"
@@ -148,7 +148,7 @@ def import_name(name: str, names: Definitions) -> UserModule:
     if spec is None:
         raise UsageError(f"No module named {name!r}.", "Install it, or run the command in the folder that contains it.")
     defined = names if spec.origin is not None and defines(spec.origin, names.needed) else None
-    return _imported(name, name, lambda: importlib.import_module(name), defined=defined)
+    return _imported(name, name, lambda: importlib.import_module(name), 0, defined)
 
 
 def run_script(

@@ -29,6 +29,7 @@ from lowprec_check.engine.model.observed_training import ObservedTraining
 from lowprec_check.engine.model.rest_of_code import expressions_of_call, is_module
 from lowprec_check.engine.model.user_surroundings import (
     KeptFiles,
+    MethodsReplaced,
     OutsideEffects,
     Surroundings,
     exit_handlers_of_the_user,
@@ -425,38 +426,18 @@ def methods_watched(call: Callable[..., Any]) -> Iterator[None]:
     It gets the method, the model and the arguments, and calls the method. Calls by torch or by a
     framework do not count: ``forward`` in a call of the model, ``training_step`` of Lightning.
     """
-    watched: dict[type, list[tuple[str, Any]]] = {}
-    make, script = nn.Module.__init__, torch.jit.script
-
-    def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        for kind in type(module).__mro__:
-            if kind not in watched:
-                watched[kind] = [(name, function) for name, function in vars(kind).items() if _counts(kind, function)]
-                for name, function in watched[kind]:
-                    setattr(kind, name, _watched(function, call))
-        make(module, *args, **kwargs)
-
-    def restore() -> None:
-        for kind, functions in watched.items():
-            for name, function in functions:
-                # The user's code may have replaced it too
-                if getattr(vars(kind).get(name), "__wrapped__", None) is function:
-                    setattr(kind, name, function)
-        watched.clear()
+    methods, script = MethodsReplaced(_counts, functools.partial(_watched, call=call)), torch.jit.script
 
     def script_unwatched(obj: Any, optimize: Any = None, _frames_up: int = 0, *args: Any, **kwargs: Any) -> Any:
-        restore()  # torch.jit reads the globals of methods
+        methods.restore()  # torch.jit reads the globals of methods
         # And the names in the frame of its caller, which is one further up
         return script(obj, optimize, _frames_up + 1, *args, **kwargs)
 
-    with replaced(nn.Module, "__init__", init), replaced(torch.jit, "script", script_unwatched):
-        try:
-            yield
-        finally:
-            restore()
+    with methods.of_new_models(), replaced(torch.jit, "script", script_unwatched):
+        yield
 
 
-def _counts(kind: type, function: Any) -> bool:
+def _counts(kind: type, _name: str, function: Any) -> bool:
     """Whether a class of models defines this as a method that may compute something."""
     if type(function) is not FunctionType or not issubclass(kind, nn.Module):
         return False

@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _python_dispatch as dispatch_modes
 
 from lowprec_check.engine.model.call_recorder import autocast_dtypes, autocasts_now, function_modes, set_function_modes
@@ -197,7 +198,7 @@ def _is_of_user(frame: FrameType) -> bool:
     return False
 
 
-# -- Files that stay as they are
+# -- Other functions in place of torch's and the user's
 
 
 @contextlib.contextmanager
@@ -219,6 +220,54 @@ def _give_to_dynamo(original: Any, function: Any) -> None:
     for module in [module for path, module in sys.modules.items() if path.startswith("torch._dynamo")]:
         for name in [name for name, value in vars(module).items() if value is function]:
             setattr(module, name, original)
+
+
+class MethodsReplaced:
+    """Methods of classes of models, of which those that count have others in their places.
+
+    ``counts`` gets a class and a name and value of its own; ``other`` makes the other method, by
+    :func:`functools.wraps`.
+    """
+
+    def __init__(self, counts: Callable[[type, str, Any], bool], other: Callable[[Any], Any]) -> None:
+        self._counts, self._other = counts, other
+        self._replaced: dict[type, list[tuple[str, Any]]] = {}
+
+    @contextlib.contextmanager
+    def of_new_models(self) -> Iterator[None]:
+        """Inside, those of each class of which a model is made, and of :meth:`replace_in`."""
+        make = nn.Module.__init__
+
+        def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            self.replace_in(type(module))
+            make(module, *args, **kwargs)
+
+        try:
+            with replaced(nn.Module, "__init__", init):
+                yield
+        finally:
+            self.restore()
+
+    def replace_in(self, kind: type) -> None:
+        """Replace those of a class and its bases."""
+        for owner in kind.__mro__:
+            if owner not in self._replaced:
+                methods = [(name, value) for name, value in vars(owner).items() if self._counts(owner, name, value)]
+                self._replaced[owner] = methods
+                for name, function in methods:
+                    setattr(owner, name, self._other(function))
+
+    def restore(self) -> None:
+        """Put the methods back."""
+        for owner, methods in self._replaced.items():
+            for name, function in methods:
+                # The user's code may have replaced it too
+                if getattr(vars(owner).get(name), "__wrapped__", None) is function:
+                    setattr(owner, name, function)
+        self._replaced.clear()
+
+
+# -- Files that stay as they are
 
 
 class KeptFiles(contextlib.ExitStack):

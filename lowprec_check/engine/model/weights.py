@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.streamed_weights import saved_tensors, stream_weights
 from lowprec_check.engine.model.target import Target
-from lowprec_check.errors import UsageError, first_line, message_of, type_name
+from lowprec_check.errors import UsageError, first_line, message_of, one_line
 from lowprec_check.schema.statements import counted
 from lowprec_check.torchkit.dispatch_mode import AutocastKeys, DispatchMode, run_op
 from lowprec_check.torchkit.pytree import map_tensors
@@ -190,7 +190,7 @@ def scale_weights(target: Target, seed: int, output_rms: float) -> Target:
         with torch.no_grad(), scaler:
             call_model(target.model, args, kwargs)
     except Exception as error:
-        why = f"{type_name(error)}: {first_line(message_of(error))}"
+        why = one_line(error)
         hint = "Give trained weights with --weights, or other inputs with --inputs."
         raise UsageError(f"The weights could not be scaled, since the model fails: {why}", hint) from None
     finally:

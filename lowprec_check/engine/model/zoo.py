@@ -23,7 +23,7 @@ from lowprec_check.engine.model.inputs import inputs_code, parse_inputs
 from lowprec_check.engine.model.streamed_weights import parameters_in, stream_weights, unread_weights
 from lowprec_check.engine.model.target import Target, unchecked_target
 from lowprec_check.engine.model.user_code import call_user_code
-from lowprec_check.errors import UsageError, first_line, message_of, type_name
+from lowprec_check.errors import UsageError, first_line, message_of, one_line, type_name
 from lowprec_check.schema.scanned_model import STREAMED
 
 # -- What the loaders of models by name share
@@ -36,7 +36,7 @@ def import_zoo(package: str) -> Any:
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name == package:
             raise UsageError(f"{package} is not installed.", f"pip install {package}") from None
-        problem = f"{package} is installed, but its import fails: {type_name(error)}: {first_line(message_of(error))}"
+        problem = f"{package} is installed, but its import fails: {one_line(error)}"
         raise UsageError(problem, f"Install a release of {package} for this torch.") from error
 
 
@@ -206,7 +206,7 @@ def load_folder(folder: str, inputs: tuple[str, ...] = (), *, stream: bool = Fal
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:
-        why = f"{type_name(error)}: {first_line(message_of(error))}"
+        why = one_line(error)
         hint = "Check its model_type, or install the release of transformers that it was saved with."
         raise UsageError(f"transformers cannot read {folder}/config.json: {why}", hint) from None
     listed, model_class = content.get("architectures"), None
@@ -240,7 +240,7 @@ def load_folder(folder: str, inputs: tuple[str, ...] = (), *, stream: bool = Fal
                 options = {"local_files_only": True, "dtype": torch.float32, "output_loading_info": True}
                 model, info = maker.from_pretrained(folder, **options)
             except Exception as error:
-                why = f"{type_name(error)}: {first_line(message_of(error))}"
+                why = one_line(error)
                 hint = "Save the model again with save_pretrained, or load it in a Python file, and scan that."
                 raise UsageError(f"transformers cannot load the weights in {folder}: {why}", hint) from None
             model, missing = model.eval(), sorted(info["missing_keys"])
@@ -314,7 +314,7 @@ def _attribute(transformers: Any, name: str) -> Any:
     try:
         return getattr(transformers, name, None)
     except Exception as error:
-        problem = f"transformers.{name} cannot be imported: {type_name(error)}: {first_line(message_of(error))}"
+        problem = f"transformers.{name} cannot be imported: {one_line(error)}"
         raise UsageError(problem, "Install what it needs.") from None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,19 +14,15 @@ from torch._ops import OpOverload
 
 from lowprec_check.analysis.error_shares import CAST_INPUT
 from lowprec_check.core.feature_hooks import Explained, Feature
-from lowprec_check.core.plain_part import Fp32Outputs
-from lowprec_check.core.preparation import in_eager_mode, in_fp32, prepared_for
+from lowprec_check.core.judged_trials import SHARE, JudgedTrials, fails_first_call, trials_of
+from lowprec_check.core.preparation import in_fp32
 from lowprec_check.core.trace.dispatched_call import DispatchedCall, vanishes_in
-from lowprec_check.core.trace.instrument import call_under, fp32_state
-from lowprec_check.engine.model.plain_run import judge, output_tensors
-from lowprec_check.engine.model.prepared import Prepared
-from lowprec_check.engine.model.snapshot import Snapshot
+from lowprec_check.core.trace.instrument import fp32_state
 from lowprec_check.engine.model.streamed_weights import is_in_memory
 from lowprec_check.process import system
 from lowprec_check.schema.measures import ConstantTrial, VanishedConstant
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.precisions import PRECISIONS
-from lowprec_check.schema.run_key import EAGER
 from lowprec_check.torchkit.dispatch_mode import AutocastKeys, DispatchMode
 from lowprec_check.torchkit.floating_dtypes import torch_dtype
 from lowprec_check.torchkit.made_tensors import tensor_being_made
@@ -39,20 +34,8 @@ MOST_CONSTANTS = 12  # the first that are called; of each, one run shows whether
 class ConstantTrials:
     """Runs of one model with other numbers for constants that are zero in a dtype."""
 
-    def __init__(
-        self,
-        ready: Prepared,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        dtype: torch.dtype,
-        fp32: Sequence[Tensor],
-        *,
-        tolerance: float,
-        seed: int,
-        seconds: float,
-    ) -> None:
-        self._ready, self._inputs, self._dtype, self._fp32 = ready, (args, kwargs), dtype, fp32
-        self._tolerance, self._seed, self._seconds = tolerance, seed, seconds
+    def __init__(self, trials: JudgedTrials, dtype: torch.dtype, seconds: float) -> None:
+        self._trials, self._dtype, self._seconds = trials, dtype, seconds
         self._started, self._made = system.monotonic(), 0
 
     def of_run(self, constants: Sequence[VanishedConstant]) -> ConstantTrial | None:
@@ -95,21 +78,14 @@ class ConstantTrials:
     def _tried(self, replaced: Sequence[VanishedConstant], number: float) -> ConstantTrial | None:
         if self._made and (system.monotonic() - self._started) * (self._made + 1) / self._made > self._seconds:
             return None
-        ready, snapshot = self._ready, Snapshot(self._ready.model, self._inputs)
-        try:
-            with ModuleStack(ready.model) as stack, _weights_of(ready.model, replaced, number):
-                mode = _Replacing(stack, replaced, number, self._dtype)
-                output, error = call_under(mode, ready, *ready.inputs(*self._inputs), self._seed)
-        finally:
-            snapshot.restore()
+        model = self._trials.ready.model
+        with ModuleStack(model) as stack, _weights_of(model, replaced, number):
+            judged = self._trials.judged(_Replacing(stack, replaced, number, self._dtype))
+        self._trials.snapshot.rewind()
         self._made += 1
-        if error is not None:
+        if judged is None:
             return None
-        status, compared = judge(output_tensors(output), self._fp32, self._tolerance)
-        rel_l2 = compared.error.rel_l2
-        if rel_l2 is not None and not math.isfinite(rel_l2):
-            rel_l2 = None
-        return ConstantTrial(constants=list(replaced), number=number, status=status, rel_l2=rel_l2)
+        return ConstantTrial(constants=list(replaced), number=number, status=judged[0], rel_l2=judged[1])
 
 
 @contextlib.contextmanager
@@ -166,13 +142,10 @@ class _Replacing(DispatchMode):
             outputs = call.results(out)
         constant, source = call.vanished_constant(outputs, self._low), source_lines(sys._getframe(1)).source
         if constant is not None and _as_fp32(self._stack.current, source, constant) in self._replaced:
-            call.args, call.kwargs = call.with_numbers(outputs, self._instead, self._low)
+            call.args, call.kwargs = call.with_number(outputs, self._number, self._low)
         elif not call.traits.mutable:
             return out
         return call.run()
-
-    def _instead(self, constant: float) -> float:
-        return math.copysign(self._number, constant)
 
 
 def _as_fp32(module: str, source: str | None, constant: float | None) -> tuple[str, str | None, str]:
@@ -206,35 +179,23 @@ class ConstantTrialsFeature(Feature):
 
     def after_explanation(self, explained: Explained) -> None:
         """Try it, if the first call of an eager run gives wrong values."""
-        task, target, report = explained.task, explained.target, explained.report
-        run = report.run
-        if task.is_reference or not task.mode.is_forward or task.backend != EAGER or run.failed_call is not None:
+        task, run = explained.task, explained.report.run
+        if not fails_first_call(explained):
             return
-        seconds = task.explain_budget / 4
-        if run.status not in ("nonfinite", "inaccurate") or (run.latency_ms or 0.0) / 1e3 > seconds:
-            return
-        constants = vanished_constants(run.op_calls.rows(), fp32_state(target.model))
+        constants = vanished_constants(run.op_calls.rows(), fp32_state(explained.target.model))
         if not constants:
             return
-        saved = Fp32Outputs.load(task.files, target)
-        if saved.probe is not None:
-            return
-        fp32, dtype = saved.outputs[0], torch_dtype(PRECISIONS.get(task.precision).format)
-        limits: Any = {
-            "tolerance": task.tolerance or 0.0,
-            "seed": task.seed,
-            "seconds": seconds,
-        }
-        with prepared_for(task, target) as ready:
-            eager = in_eager_mode(ready, target)
-            trial = ConstantTrials(eager, target.args, target.kwargs, dtype, fp32, **limits).of_run(constants)
+        dtype, seconds = torch_dtype(PRECISIONS.get(task.precision).format), SHARE * task.explain_budget
+        with trials_of(explained) as trials:
+            if trials is None:
+                return
+            trial = ConstantTrials(trials, dtype, seconds).of_run(constants)
         if trial is not None and trial.status == run.status:
             # Something else is wrong, too: what the constants do alone shows in fp32.
-            with prepared_for(in_fp32(task), target) as ready:
-                eager = in_eager_mode(ready, target)
-                alone = ConstantTrials(eager, target.args, target.kwargs, dtype, fp32, **limits).of_fp32(constants)
-            trial = alone or trial
-        report.add(constant_trial=trial)
+            with trials_of(explained, in_fp32(task)) as trials:
+                assert trials is not None
+                trial = ConstantTrials(trials, dtype, seconds).of_fp32(constants) or trial
+        explained.report.add(constant_trial=trial)
 
 
 CONSTANT_TRIALS = ConstantTrialsFeature()

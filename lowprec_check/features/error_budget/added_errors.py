@@ -16,7 +16,7 @@ from lowprec_check.torchkit.tensor_comparison import CHUNK, is_dense
 
 
 def added_errors(
-    call: DispatchedCall, outputs: list[Tensor], exact: Sequence[Tensor | None] | None, *, waits: bool = True
+    call: DispatchedCall, outputs: list[Tensor], exact: Sequence[Tensor | None] | None, *, waits: bool
 ) -> list[AddedErrors]:
     """What the op adds to each output before rounding, and by rounding; ``exact``: without either.
 

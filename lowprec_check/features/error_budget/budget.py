@@ -11,7 +11,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lowprec_check.core.trace.returned import Returned
+from lowprec_check.core.trace.observers import Returned
 from lowprec_check.core.trace.twins import Twins
 from lowprec_check.features.error_budget.error_tape import ErrorTape, squares
 from lowprec_check.features.error_budget.kept_modules import Kept, KeptModules

@@ -29,7 +29,7 @@ from lowprec_check.core.trace.twins import Twins
 from lowprec_check.engine.model.plain_run import output_tensors, run_once
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.user_code import reraise_interrupt
-from lowprec_check.errors import first_line, message_of, type_name
+from lowprec_check.errors import one_line
 from lowprec_check.features.error_budget.added_errors import added_errors
 from lowprec_check.features.error_budget.budget import error_budget
 from lowprec_check.features.error_budget.error_tape import ErrorTape
@@ -110,7 +110,7 @@ class BudgetObserver(OpObserver):
             )
         except Exception as failure:
             # The explanation op by op must not be lost.
-            return ErrorBudget(reason=f"computing it failed: {type_name(failure)}: {first_line(message_of(failure))}")
+            return ErrorBudget(reason=f"computing it failed: {one_line(failure)}")
 
 
 def _reads_rounded_constants(call: DispatchedCall, twins: Twins) -> bool:

@@ -74,7 +74,8 @@ def checked_on(batches: Sequence[TargetRuns], run: Run) -> Run:
                 **{name: getattr(run, name) for name in _OF_FIRST_BATCH},
             )
     # Each is held against the limit of what decides it
-    worst = max((passed for passed in runs if passed.status == "ok"), key=_part)
+    passed = [of_batch for of_batch in runs if of_batch.status == "ok"]
+    worst = max(passed, key=lambda of_batch: (of_batch.distance or 0.0) / (of_batch.tolerance or 1.0))
     notes = [
         f"batch {number}: {of_batch.status}; {note}"
         for number, of_batch in enumerate(runs)
@@ -96,10 +97,6 @@ def checked_on(batches: Sequence[TargetRuns], run: Run) -> Run:
         notes=[*run.notes, *notes],
         **_of_all(runs),
     )
-
-
-def _part(run: Run) -> float:
-    return (run.distance or 0.0) / (run.tolerance or 1.0)
 
 
 def _run_on(batch: TargetRuns, run: Run) -> Run:
@@ -297,7 +294,7 @@ class FurtherCalls:
         return with_interval(result, looks, reason)
 
 
-def with_input(result: InputsTried, status: str, distance: float, number: int | None = None) -> InputsTried:
+def with_input(result: InputsTried, status: str, distance: float, number: int | None) -> InputsTried:
     """``result`` with another input, of batch ``number``, on which the run has ``status``."""
     fails, worst = status != "ok", 0.0 if not result.tried else result.worst
     if worst is not None:

@@ -41,7 +41,7 @@ METRIC = Metric()
 # -- The model as the user's function gets it: a module that accepts fp32 inputs on the CPU
 
 
-def as_standalone(ready: Prepared, replaced: Callable[..., Any] | None = None) -> nn.Module:
+def as_standalone(ready: Prepared, replaced: Callable[..., Any] | None) -> nn.Module:
     """``ready`` as a module that casts and moves its inputs; it calls ``replaced`` if given."""
     if replaced is not None:
         return _Replaced(ready, replaced)

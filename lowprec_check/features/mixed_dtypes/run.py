@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import re
 import sys
 import weakref
@@ -19,8 +18,8 @@ from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 
 from lowprec_check.core.feature_hooks import Explained, Feature
+from lowprec_check.core.judged_trials import JudgedTrials, trials_of
 from lowprec_check.core.messages import Receive, Send, TaskAnswer, faults_sent
-from lowprec_check.core.plain_part import Fp32Outputs
 from lowprec_check.core.preparation import in_eager_mode, prepared_for
 from lowprec_check.core.target_runs import TargetRuns
 from lowprec_check.core.tasks import ModelTask
@@ -30,9 +29,8 @@ from lowprec_check.core.trace.function_mode import function_name
 from lowprec_check.core.trace.instrument import call_under
 from lowprec_check.core.trace.ops import outputs_of, tensors_in
 from lowprec_check.core.trace.twins import storage_key
-from lowprec_check.engine.model.plain_run import describe_error, judge, output_tensors
+from lowprec_check.engine.model.plain_run import describe_error
 from lowprec_check.engine.model.prepared import Prepared
-from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.streamed_weights import stream_of
 from lowprec_check.engine.model.target import Target
 from lowprec_check.schema.findings import (
@@ -156,46 +154,29 @@ Way = Literal["narrow", "wide"]
 
 
 def try_casts(
-    ready: Prepared,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    gaps: Sequence[Gap],
-    dtype: torch.dtype,
-    fp32: Sequence[Tensor],
-    *,
-    tolerance: float,
-    seed: int,
-    slow: Collection[str] = (),
+    trials: JudgedTrials, gaps: Sequence[Gap], dtype: torch.dtype, slow: Collection[str]
 ) -> MixedDtypes | None:
     """The run with the first casts with which it passes, of those to 16 bits and those to fp32.
 
     What is written into a tensor, or meets a weight, gets the dtype of that in both. ``None`` if no
     op was met that fails for its dtypes. Ops in ``slow`` are computed in fp32 and rounded.
     """
-    snapshot, above = Snapshot(ready.model, (args, kwargs)), any(gap.layer == "function" for gap in gaps)
+    above, model = any(gap.layer == "function" for gap in gaps), trials.ready.model
     first: MixedDtypes | None = None
     ways: tuple[Way, ...] = ("narrow", "wide")
-    try:
-        for way in ways:
-            inputs, regions = ready.inputs(args, kwargs), list[Any]()
-            with ModuleStack(ready.model) as stack, following_regions(regions):
-                mode = Casting(stack, DtypeOrigins(ready.model, inputs), dtype, way, regions, slow=slow)
-                inner = _CastingFunctions(mode) if above else None
-                output, error = call_under(mode, ready, *inputs, seed, inner)
-            snapshot.rewind()
-            tried = MixedDtypes(calls=list(mode.calls.values()))
-            # Other failures that this run does not have are no effect of the casts.
-            if error is None and not mode.others:
-                status, compared = judge(output_tensors(output), fp32, tolerance)
-                rel_l2 = compared.error.rel_l2
-                if rel_l2 is not None and not math.isfinite(rel_l2):
-                    rel_l2 = None
-                tried = MixedDtypes(calls=tried.calls, status=status, rel_l2=rel_l2)
-            if tried.status == "ok":
-                return tried
-            first = first or tried
-    finally:
-        snapshot.restore()
+    for way in ways:
+        inputs, regions = trials.inputs(), list[Any]()
+        with ModuleStack(model) as stack, following_regions(regions):
+            mode = Casting(stack, DtypeOrigins(model, inputs), dtype, way, regions, slow=slow)
+            judged = trials.judged(mode, inputs, _CastingFunctions(mode) if above else None)
+        trials.snapshot.rewind()
+        tried = MixedDtypes(calls=list(mode.calls.values()))
+        # Other failures that this run does not have are no effect of the casts.
+        if judged is not None and not mode.others:
+            tried = MixedDtypes(calls=tried.calls, status=judged[0], rel_l2=judged[1])
+        if tried.status == "ok":
+            return tried
+        first = first or tried
     return first if first is not None and first.calls else None
 
 
@@ -357,28 +338,16 @@ class MixedDtypesTrials(Feature):
 
     def after_explanation(self, explained: Explained) -> None:
         """Try them in an eager run that fails in its forward pass."""
-        task, target, report = explained.task, explained.target, explained.report
+        task, report = explained.task, explained.report
         run = report.run
         if task.is_reference or not task.mode.is_forward or task.backend != EAGER or run.status != "error":
             return
         if not any(gap.kind == "dtype-mismatch" for gap in run.gaps):
             return
-        saved = Fp32Outputs.load(task.files, target)
-        if saved.probe is not None:
-            return
-        with prepared_for(task, target) as ready:
-            tried = try_casts(
-                in_eager_mode(ready, target),
-                target.args,
-                target.kwargs,
-                run.gaps,
-                torch_dtype(PRECISIONS.get(task.precision).format),
-                saved.outputs[0],
-                tolerance=task.tolerance or 0.0,
-                seed=task.seed,
-                slow=run.emulated,
-            )
-        report.add(mixed_dtypes=tried)
+        with trials_of(explained) as trials:
+            if trials is not None:
+                dtype = torch_dtype(PRECISIONS.get(task.precision).format)
+                report.add(mixed_dtypes=try_casts(trials, run.gaps, dtype, run.emulated))
 
     def after_runs(self, batches: Sequence[TargetRuns], result: ScanResult, options: ScanOptions) -> ScanResult | None:
         """Call a model with several floating dtypes as it is given, which no run does."""

@@ -48,8 +48,6 @@ from lowprec_check.schema.statements import counted, fill
 
 _LONGEST_RUN = 20
 """Letters of the name of a run beside a chart."""
-SHOWN = 3
-"""Findings of each model that a terminal shows."""
 
 
 def program_document(program: ProgramScan) -> Document:
@@ -306,6 +304,10 @@ def _worst_call(model: ScannedModel, scan: ScanResult) -> str | None:
     if not failing:
         return None
     return str(model.kept[min(failing)])
+
+
+SHOWN = 3
+"""Findings of each model that a terminal shows."""
 
 
 def _findings(model: ScannedModel) -> Iterator[Block]:

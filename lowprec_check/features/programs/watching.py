@@ -20,15 +20,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
 
 from lowprec_check.engine.model.model_making import made_by_constructor, part_of_making
-from lowprec_check.engine.model.user_surroundings import replaced
+from lowprec_check.engine.model.user_surroundings import MethodsReplaced, replaced
 from lowprec_check.features.programs.calls_of_model import PART_OF_MEMORY, CallsOfModel, Room
 from lowprec_check.schema.statements import counted
 from lowprec_check.torchkit.dispatch_mode import is_without_values
 from lowprec_check.torchkit.pytree import map_tensors
 from lowprec_check.torchkit.source_location import is_own_file, own_line
 
-_RETURNS_BEFORE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-"""Flags of functions whose code runs after their call: what they call counts by itself."""
 _MOST_WAITING = 32
 """Calls of parts whose inputs are copied in a method that may still call its own model: more would
 fill the memory, and one such as ``generate`` calls the encoder, then itself.
@@ -252,36 +250,20 @@ def _public_methods(call: Callable[..., Any], threads: _Thread) -> Iterator[None
 
     Those of torch do not, nor does ``forward``: their modules are called.
     """
-    watched: dict[type, list[tuple[str, FunctionType]]] = {}
-    make = nn.Module.__init__
-
-    def watch(kind: type) -> None:
-        for owner in kind.__mro__:
-            if owner in watched or owner is object or owner.__module__.partition(".")[0] == "torch":
-                continue
-            methods = [(name, value) for name, value in vars(owner).items() if _is_public_method(name, value)]
-            watched[owner] = methods
-            for name, function in methods:
-                setattr(owner, name, _watched(function, call, threads))
-
-    def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        watch(type(module))
-        make(module, *args, **kwargs)
-
-    for kind in _subclasses(nn.Module):
-        watch(kind)
-    try:
-        with replaced(nn.Module, "__init__", init):
-            yield
-    finally:
-        for owner, methods in watched.items():
-            for name, function in methods:
-                # The program may have replaced it too
-                if getattr(vars(owner).get(name), "__wrapped__", None) is function:
-                    setattr(owner, name, function)
+    methods = MethodsReplaced(_is_public_method, functools.partial(_watched, call=call, threads=threads))
+    with methods.of_new_models():
+        for kind in _subclasses(nn.Module):
+            methods.replace_in(kind)
+        yield
 
 
-def _is_public_method(name: str, value: Any) -> bool:
+_RETURNS_BEFORE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+"""Flags of functions whose code runs after their call: what they call counts by itself."""
+
+
+def _is_public_method(kind: type, name: str, value: Any) -> bool:
+    if kind is object or kind.__module__.partition(".")[0] == "torch":
+        return False
     if type(value) is not FunctionType or not value.__code__.co_argcount or value.__code__.co_flags & _RETURNS_BEFORE:
         return False
     return not name.startswith("_") and name != "forward" and not hasattr(nn.Module, name)

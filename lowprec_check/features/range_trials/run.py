@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import operator
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,19 +13,14 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from lowprec_check.core.feature_hooks import Explained, Feature
-from lowprec_check.core.plain_part import Fp32Outputs
-from lowprec_check.core.preparation import in_eager_mode, in_fp32, prepared_for
+from lowprec_check.core.judged_trials import JudgedTrials, fails_first_call, trials_of
+from lowprec_check.core.preparation import in_fp32
 from lowprec_check.core.trace.dispatched_call import DispatchedCall
-from lowprec_check.core.trace.instrument import call_under
 from lowprec_check.core.trace.places import CallSite
-from lowprec_check.engine.model.plain_run import judge, output_tensors
-from lowprec_check.engine.model.prepared import Prepared
-from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.process import system
 from lowprec_check.schema.measures import ClampTrial, RangeTrial
-from lowprec_check.schema.op_calls import OpCall, OpCalls
+from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.precisions import PRECISIONS
-from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.statements import short_op
 from lowprec_check.torchkit.dispatch_mode import AutocastKeys, DispatchMode
 from lowprec_check.torchkit.floating_dtypes import is_float, torch_dtype
@@ -66,27 +60,18 @@ def places_to_try(calls: OpCalls, mark: str) -> list[OutOfRange]:
 
 
 def try_places(
-    ready: Prepared,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    places: Sequence[OutOfRange],
-    dtype: torch.dtype,
-    fp32: Sequence[Tensor],
-    *,
-    tolerance: float,
-    seed: int,
-    seconds: float,
+    trials: JudgedTrials, places: Sequence[OutOfRange], dtype: torch.dtype, *, seconds: float
 ) -> list[RangeTrial]:
-    """Try each place while ``seconds`` last: the fp32 model ``ready`` with the range of ``dtype``.
+    """Try each place while ``seconds`` last: the fp32 model with the range of ``dtype``.
 
-    ``fp32`` are the tensors in its output. A place at which nothing leaves the range in fp32 is
-    left out; those of ops that fp32 does not call, such as casts of autocast, are not tried.
+    A place at which nothing leaves the range in fp32 is left out; those of ops that fp32 does not
+    call, such as casts of autocast, are not tried.
     """
-    trials: list[RangeTrial] = []
+    ready = trials.ready
     called: set[tuple[str, str]] = set()
 
     def tried(out_of_range: OutOfRange) -> RangeTrial | None:
-        inputs, (module, op, source, nth) = ready.inputs(args, kwargs), out_of_range.place
+        inputs, (module, op, source, nth) = trials.inputs(), out_of_range.place
         with ModuleStack(ready.model) as stack, contextlib.ExitStack() as changed:
             mode = _Changing(stack, out_of_range, dtype)
             # The casts of inputs and weights are no ops of this run.
@@ -101,13 +86,11 @@ def try_places(
                 if tensor is not None:
                     changed.callback(setattr, tensor, "data", tensor.data)
                     tensor.data = mode.changed(tensor.data)
-            output, error = call_under(mode, ready, *inputs, seed)
-        if error is not None:
+            judged = trials.judged(mode, inputs)
+        if judged is not None:
+            called.update(mode.called)
+        if judged is None or not mode.values:
             return None
-        called.update(mode.called)
-        if not mode.values:
-            return None
-        status, compared = judge(output_tensors(output), fp32, tolerance)
         return RangeTrial(
             module=module,
             op=op,
@@ -115,25 +98,21 @@ def try_places(
             nth=nth,
             becomes=out_of_range.becomes,
             values=mode.values,
-            status=status,
-            rel_l2=compared.error.rel_l2,
+            status=judged[0],
+            rel_l2=judged[1],
         )
 
-    snapshot, started = Snapshot(ready.model, (args, kwargs)), system.monotonic()
-    try:
-        number = 0
-        for place in places:
-            if called and place.place[:2] not in called and not place.place[1].startswith("cast "):
-                continue
-            if number and (system.monotonic() - started) * (number + 1) / number > seconds:
-                break
-            trial, number = tried(place), number + 1
-            snapshot.rewind()
-            if trial is not None:
-                trials.append(trial)
-    finally:
-        snapshot.restore()
-    return trials
+    started, number, made = system.monotonic(), 0, list[RangeTrial]()
+    for place in places:
+        if called and place.place[:2] not in called and not place.place[1].startswith("cast "):
+            continue
+        if number and (system.monotonic() - started) * (number + 1) / number > seconds:
+            break
+        trial, number = tried(place), number + 1
+        trials.snapshot.rewind()
+        if trial is not None:
+            made.append(trial)
+    return made
 
 
 class _Changing(DispatchMode):
@@ -179,41 +158,6 @@ INFINITE_AT_ZERO = ("log", "log2", "log10", "rsqrt")
 """Functions that give Inf for 0, and are not defined below."""
 
 
-def poles(rows: Iterable[OpCall]) -> list[tuple[str, str, str | None]]:
-    """The places in a forward pass where such a function gives Inf, in the order of the calls."""
-    infinite = (row for row in rows if row.is_forward and row.introduced_inf and short_op(row.op) in INFINITE_AT_ZERO)
-    return list(dict.fromkeys(row.place for row in infinite))
-
-
-def try_clamped(
-    ready: Prepared,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    places: Sequence[tuple[str, str, str | None]],
-    fp32: Sequence[Tensor],
-    *,
-    tolerance: float,
-    seed: int,
-) -> ClampTrial | None:
-    """The run with the inputs at ``places`` clamped at the smallest normal number.
-
-    ``None`` if it raises.
-    """
-    snapshot = Snapshot(ready.model, (args, kwargs))
-    try:
-        with ModuleStack(ready.model) as stack:
-            output, error = call_under(_Clamping(stack, places), ready, *ready.inputs(args, kwargs), seed)
-    finally:
-        snapshot.restore()
-    if error is not None:
-        return None
-    status, compared = judge(output_tensors(output), fp32, tolerance)
-    rel_l2 = compared.error.rel_l2
-    if rel_l2 is not None and not math.isfinite(rel_l2):
-        rel_l2 = None
-    return ClampTrial(places=len(places), status=status, rel_l2=rel_l2)
-
-
 class _Clamping(DispatchMode):
     """Runs ops as given, but clamps their inputs at some places."""
 
@@ -232,14 +176,14 @@ class _Clamping(DispatchMode):
 
 
 class RangeTrials(Feature):
-    """Trials of single places."""
+    """JudgedTrials of single places."""
 
     place = 10
 
     def after_explanation(self, explained: Explained) -> None:
         """Try them, in a format with a small range."""
         _try_clamped(explained)
-        task, target, report = explained.task, explained.target, explained.report
+        task, report = explained.task, explained.report
         low_format, limit = PRECISIONS.get(task.precision).format, task.tolerance or 0.0
         if task.is_reference or not task.mode.is_forward or not low_format.underflows:
             return
@@ -253,42 +197,32 @@ class RangeTrials(Feature):
             rows = places_to_try(report.run.op_calls, low_format.mark)
         if not rows:
             return
-        saved = Fp32Outputs.load(task.files, target)
-        if saved.probe is not None:
-            return
-        with prepared_for(in_fp32(task), target) as ready:
-            trials = try_places(
-                in_eager_mode(ready, target),
-                target.args,
-                target.kwargs,
-                rows,
-                torch_dtype(low_format),
-                saved.outputs[0],
-                tolerance=limit,
-                seed=task.seed,
-                seconds=task.explain_budget / 2,
-            )
-        report.add(range_trials=trials)
+        with trials_of(explained, in_fp32(task)) as trials:
+            if trials is not None:
+                made = try_places(trials, rows, torch_dtype(low_format), seconds=task.explain_budget / 2)
+                report.add(range_trials=made)
 
 
 def _try_clamped(explained: Explained) -> None:
     """Add what a run gives with clamped inputs of the functions that give Inf for zeros."""
-    task, target, run = explained.task, explained.target, explained.report.run
-    if task.is_reference or not task.mode.is_forward or task.backend != EAGER or run.failed_call is not None:
+    run = explained.report.run
+    if not fails_first_call(explained):
         return
-    if run.status not in ("nonfinite", "inaccurate") or (run.latency_ms or 0.0) / 1e3 > task.explain_budget / 4:
-        return
-    places = poles(run.op_calls.rows())
+    # The places in a forward pass where such a function gives Inf, in the order of the calls.
+    rows = (row for row in run.op_calls.rows() if row.is_forward and short_op(row.op) in INFINITE_AT_ZERO)
+    places = list(dict.fromkeys(row.place for row in rows if row.introduced_inf))
     # Constants with which the run passes have advice of their own.
     if not places or (run.constant_trial is not None and run.constant_trial.status == "ok"):
         return
-    saved = Fp32Outputs.load(task.files, target)
-    if saved.probe is not None:
-        return
-    with prepared_for(task, target) as ready:
-        eager, limit = in_eager_mode(ready, target), task.tolerance or 0.0
-        inputs = target.args, target.kwargs
-        trial = try_clamped(eager, *inputs, places, saved.outputs[0], tolerance=limit, seed=task.seed)
+    with trials_of(explained) as trials:
+        if trials is None:
+            return
+        # At these places, the inputs are clamped at the smallest normal number.
+        with ModuleStack(trials.ready.model) as stack:
+            judged = trials.judged(_Clamping(stack, places))
+    trial = None
+    if judged is not None:
+        trial = ClampTrial(places=len(places), status=judged[0], rel_l2=judged[1])
     explained.report.add(clamp_trial=trial)
 
 

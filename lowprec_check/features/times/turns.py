@@ -19,7 +19,7 @@ from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_code import reraise_interrupt
-from lowprec_check.errors import UsageError, first_line, message_of, type_name
+from lowprec_check.errors import UsageError, one_line
 from lowprec_check.features.times.event_times import EventCalls, has_events
 from lowprec_check.features.times.rounds import LONG_SECONDS, NextTurn, RoundSchedule, TurnFailed, Turns, TurnTimed
 from lowprec_check.process import system
@@ -312,4 +312,4 @@ class TurnsTask(ModelTask):
 
 def failure_of(error: BaseException) -> str:
     """The type of an exception and the first line of its message."""
-    return f"{type_name(error)}: {first_line(message_of(error))}"
+    return one_line(error)

@@ -13,8 +13,8 @@ from lowprec_check import render, scan
 from lowprec_check.analysis.diff import diff_scans
 from lowprec_check.errors import UsageError
 from lowprec_check.features.meaning.statements import by_meaning
-from lowprec_check.schema.meaning import Meaning
 from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.verdict import Meaning
 from lowprec_check.torchkit.output_comparison import NOTHING
 
 

@@ -17,8 +17,8 @@ from lowprec_check.engine.model.torchvision_ops import torchvision_works
 from lowprec_check.errors import UsageError
 from lowprec_check.features.meaning import boxes as boxes_module
 from lowprec_check.features.meaning import logits as logits_module
-from lowprec_check.schema.meaning import Meaning
 from lowprec_check.schema.scan_result import Run
+from lowprec_check.schema.verdict import Meaning
 from lowprec_check.torchkit import output_comparison
 from tests.features.meaning.by_hand import Judged, choices, passes
 

@@ -13,7 +13,7 @@ from lowprec_check.engine.model.output_tensors import OutputForm, OutputTensors
 from lowprec_check.engine.model.plain_run import judge
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
 from lowprec_check.features.meaning import measures as measures_module
-from lowprec_check.schema.meaning import Meaning
+from lowprec_check.schema.verdict import Meaning
 from tests.features.meaning.by_hand import Judged, audio, embeddings, passes
 from tests.features.meaning.test_measures import TOLERANCE, logits, meaning, output, some_boxes
 

@@ -14,6 +14,7 @@ from helpers import DEFAULT, run
 from torch import Tensor, nn
 
 from lowprec_check import scan
+from lowprec_check.core.judged_trials import JudgedTrials
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.features.range_trials.run import OutOfRange, try_places
 from lowprec_check.schema.op_calls import OpCall
@@ -223,9 +224,8 @@ def test_ops_that_fp32_does_not_call_are_not_tried(tmp_path: Path) -> None:
     product = OutOfRange("zero", 0.5, ("", "aten.mul.Tensor", None, 0))
     output = x() * 1e-9
     with prepared(model, PRECISIONS.get("fp32"), torch.device("cpu")) as ready:
-        try_places(
-            ready, (x(),), {}, [cast, cast, cast, product], torch.half, [output], tolerance=0.1, seed=0, seconds=60
-        )
+        trials = JudgedTrials(ready, (x(),), {}, [output], tolerance=0.1, seed=0)
+        try_places(trials, [cast, cast, cast, product], torch.half, seconds=60)
     assert (tmp_path / "calls").read_text() == "11"
 
 
