@@ -73,14 +73,9 @@ def recommend(
     ``environment`` is that of the scan, with the torch of the runs. The reason is left empty:
     :func:`lowprec_check.analysis.statements.advice.basis` says it of the whole result.
     """
-    # what was emulated has no kernels here
-    tried = [run for run in candidates(runs) if run.without_kernels is None]
-    if any(run.is_low for run in tried):
-        tried = [run for run in tried if run.is_low or speed(run, runs).told == "faster"]
-    passed = [run for run in tried if passes_all(run, runs)] or [run for run in tried if is_unjudged(run, runs)]
-    if not passed:
+    best = best_run(runs, environment, prefer)
+    if best is None:
         return None
-    best = best_of(passed, runs, environment, prefer)
     key = best.key._replace(precision=best.base or best.precision)
     code = snippet(
         key,
@@ -157,6 +152,18 @@ def changes_nothing(run: Run) -> bool:
 
 
 # -- The best of those that passed
+
+
+def best_run(runs: Sequence[Run], environment: Mapping[str, Any], prefer: Prefer = "speed") -> Run | None:
+    """The run that :func:`recommend` recommends of ``runs``; ``None`` if it recommends none."""
+    # what was emulated has no kernels here
+    tried = [run for run in candidates(runs) if run.without_kernels is None]
+    if any(run.is_low for run in tried):
+        tried = [run for run in tried if run.is_low or speed(run, runs).told == "faster"]
+    passed = [run for run in tried if passes_all(run, runs)] or [run for run in tried if is_unjudged(run, runs)]
+    if not passed:
+        return None
+    return best_of(passed, runs, environment, prefer)
 
 
 def best_of(

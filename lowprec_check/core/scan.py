@@ -63,7 +63,7 @@ class ScanArguments(ScanOptions):
     )
     calibration: Calibration | None = option(
         None,
-        "Batches like inputs that int8 is calibrated on (a list, a DataLoader), or a function that returns or yields "
+        "Batches like inputs to calibrate backends on (a list, a DataLoader), or a function that returns or yields "
         "them.",
         unset="inputs",
     )

@@ -21,6 +21,7 @@ from lowprec_check.analysis.statements.advice import in_fp32, verdict
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.analysis.statements.status import why
 from lowprec_check.features.fix.fix_sites import culprits
+from lowprec_check.features.plan import trials
 from lowprec_check.features.plan.trials import Limits, Objective, Proposal, Proposer, best
 from lowprec_check.report.registry import render
 from lowprec_check.schema.backend_checks import CompilerCheck
@@ -780,7 +781,7 @@ def test_errors_of_layers_are_no_cause_where_they_are_small() -> None:
         return found or ""
 
     assert advice(0.2) == "see the errors of its layers; docs/quantize.md lists other formats"
-    assert "docs/quantize.md says of int8 without VNNI" in advice(0.02)
+    assert "the limits in docs/quantize.md" in advice(0.02)
 
 
 def test_what_no_line_of_the_user_calls_is_at_the_line_of_the_model_only_if_it_is_in_the_model() -> None:
@@ -846,7 +847,9 @@ def test_a_plan_that_keeps_a_container_is_not_smaller_than_one_that_keeps_two_of
     assert best([container, two]) is two
 
 
-def test_a_base_that_is_slower_than_a_plan_is_shown_on_the_batch_on_which_it_fails() -> None:
+def test_a_base_that_is_slower_than_a_plan_is_shown_on_the_batch_on_which_it_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def timed(status: str, ms: float) -> Run:
         return a_run("half", status, latency_ms=ms)
 
@@ -858,11 +861,13 @@ def test_a_base_that_is_slower_than_a_plan_is_shown_on_the_batch_on_which_it_fai
         "not searched: its fastest call took 3.0 times as long as the fastest with the plan found",
     )
     quantized = [a_run("bfloat16", status, backend="int8") for status in ("ok", "inaccurate")]
-    found = proposer.propose(quantized).attempt
-    assert (found.status, found.outcome) == (
-        "inaccurate",
-        "not searched: int8 quantizes modules that are kept in fp32, too",
-    )
+    for keeps, reason in (
+        (True, "the errors of its layers are not known"),
+        (False, "int8 quantizes modules that are kept in fp32, too"),
+    ):
+        monkeypatch.setattr(trials, "keeps_layers", lambda _, keeps=keeps: keeps)
+        found = proposer.propose(quantized).attempt
+        assert (found.status, found.outcome) == ("inaccurate", f"not searched: {reason}")
 
 
 class Nearest(nn.Module):

@@ -171,7 +171,7 @@ def _for_quantized(run: Run, result: ScanResult, best: Recommendation | None) ->
     elif calibrated and result.model.calibration:
         hint = f"the errors of its layers are smaller on the calibration data: {CALIBRATE}"
     else:
-        hint = "the errors of its layers are smaller: see what docs/quantize.md says of int8 without VNNI"
+        hint = "the errors of its layers are smaller: see the limits in docs/quantize.md"
     return instead(best, result, hint)
 
 

@@ -267,6 +267,8 @@ def describe_error(error: BaseException, model: nn.Module) -> ExceptionInfo:
     module, traceback = None, error.__traceback__
     while traceback is not None:
         owner = traceback.tb_frame.f_locals.get("self")
+        if type(owner) is type(model) and id(owner) not in names:  # a copy that a backend made
+            names |= {id(module): name for name, module in owner.named_modules()}
         if owner is not None:
             module = names.get(id(owner), module)
         traceback = traceback.tb_next

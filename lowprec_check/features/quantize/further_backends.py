@@ -11,6 +11,7 @@ from lowprec_check.features.quantize.formats import FORMATS, Format
 from lowprec_check.features.quantize.libraries import (
     calibrating,
     fitting_torchao,
+    kept_lines,
     library,
     missing,
     quantization_code,
@@ -44,6 +45,7 @@ class Int8(Quantizing):
     summary = "static quantization to int8: torchao's PT2E and inductor, or Intel's extension on torch 2.8"
     aliases = ("qint8", "quantized")
     calibrates = True
+    keeps_layers = True
 
     def skip_reason(self, precision: Precision, device: str, memory_format: str) -> str | None:
         """The quantizers are for x86 CPUs, and quantize fp32 weights."""
@@ -61,10 +63,11 @@ class Int8(Quantizing):
         return None
 
     def prepare(self, model: Any, example: Example) -> Any:
-        """The quantized model, calibrated on the inputs for that; the first call compiles it."""
+        """The quantized model, calibrated on the inputs for that, which its first call compiles."""
         from lowprec_check.features.quantize.libraries import quantize
 
-        return quantize(model, (example.args, example.kwargs), example.calibration)
+        quantized = quantize(model, (example.args, example.kwargs), example.calibration, example.keep)
+        return getattr(quantized, "converted", quantized) if example.is_trial else quantized
 
     def layer_errors(self, prepared: Any, model: Any, example: Example) -> list[LayerError]:
         """The error of each quantized layer, on the calibration inputs."""
@@ -73,7 +76,11 @@ class Int8(Quantizing):
 
     def code(self, key: RunKey, model: ModelInfo) -> Code:
         """The same calls of the library."""
-        return quantization_code(key, model)
+        return self.code_keeping(key, model, ())
+
+    def code_keeping(self, key: RunKey, model: ModelInfo, layers: Sequence[str]) -> Code:
+        """The same, without the ``layers``."""
+        return quantization_code(key, model, layers)
 
 
 class OfFormat(Quantizing):
@@ -132,8 +139,11 @@ class OfFormat(Quantizing):
                 "with torch.no_grad():",
                 *(f"    {line}" for line in calibrating(key, model, "model(")),
                 "for module in model.modules():",
-                "    if isinstance(module, SmoothQuantObservedLinear) and not module.obs.inputs:",
-                "        module.__class__ = torch.nn.Linear  # calibration does not call it",
+                "    if isinstance(module, SmoothQuantObservedLinear):",
+                "        # as rows: batches may differ in length",
+                "        module.obs.inputs = [x.reshape(-1, x.shape[-1]) for x in module.obs.inputs]",
+                "        if not module.obs.inputs:",
+                "            module.__class__ = torch.nn.Linear  # calibration does not call it",
                 "is_observed = lambda module, name: isinstance(module, SmoothQuantObservedLinear)",
                 f'quantize_(model, SmoothQuantConfig({config}, "convert"), filter_fn=is_observed)',
             ]
@@ -177,9 +187,8 @@ def _filter_lines(form: Format, layers: Sequence[str]) -> list[str]:
     for name, number in zip(("in_features", "out_features"), form.multiple_of, strict=True):
         if number > 1:
             conditions.append(f"module.{name} % {number} == 0")
-    kept = []
-    if layers:
-        kept = ["kept = [  # in the precision of the rest", *(f'    "{name}",' for name in layers), "]"]
+    kept = kept_lines(layers)
+    if kept:
         conditions.append("module not in map(model.get_submodule, kept)")
     joined = "\n        and ".join(conditions)
     return [*kept, "def is_quantized(module, name):", f"    return (\n        {joined}\n    )"]

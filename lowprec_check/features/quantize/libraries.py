@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -65,11 +65,11 @@ def fitting_torchao() -> str:
     return NEWEST
 
 
-def quantize(model: nn.Module, example: Call, calibration: Calibration) -> Quantized:
+def quantize(model: nn.Module, example: Call, calibration: Calibration, keep: Collection[str] = ()) -> Quantized:
     """Quantize a copy of ``model`` in the current context (autocast); ``model`` is left unchanged.
-    ``example`` is a call of it, to whose shapes the result is bound. Raises :class:`UsageError` if
-    no library is installed that can, the model is in training mode, or no layer of it can be
-    quantized.
+    ``example`` is a call of it, to whose shapes the result is bound; ``keep`` names modules that
+    are not quantized. Raises :class:`UsageError` if no library is installed that can, the model is
+    in training mode, or no layer of it can be quantized, and ``keep`` is empty.
     """
     from lowprec_check.torchkit.compiled import check_in_eval_mode
 
@@ -83,7 +83,7 @@ def quantize(model: nn.Module, example: Call, calibration: Calibration) -> Quant
         return quantize_with_ipex(model, example, calibration)
     from lowprec_check.features.quantize.torchao_pt2e import quantize_with_torchao
 
-    return quantize_with_torchao(model, example, calibration)
+    return quantize_with_torchao(model, example, calibration, keep)
 
 
 def load(path: str | Path, extra: Iterable[str]) -> tuple[Quantized, dict[str, str]]:
@@ -115,8 +115,20 @@ def calibrating(key: RunKey, model: ModelInfo, called: str) -> tuple[str, ...]:
     return f"for batch in {model.calibration}:", *(f"    {line}" for line in (*lines, call.replace("inputs", "batch")))
 
 
-def quantization_code(key: RunKey, model: ModelInfo) -> Code:
-    """The code to paste that quantizes ``model`` by the :func:`library`, for the run of ``key``."""
+def kept_lines(layers: Sequence[str]) -> list[str]:
+    """The code that lists the ``layers`` that are not quantized, as ``kept``; none if none are."""
+    if not layers:
+        return []
+    return ["kept = [  # in the precision of the rest", *(f'    "{name}",' for name in layers), "]"]
+
+
+def quantization_code(key: RunKey, model: ModelInfo, layers: Sequence[str] = ()) -> Code:
+    """The code to paste that quantizes ``model`` by the :func:`library`, for the run of ``key``,
+    without the ``layers``.
+    """
+    keeping = []
+    if layers:
+        keeping = ["for name in kept:", "    quantizer.set_module_name_qconfig(name, None)"]
     args, kwargs = model.arguments
     traced, example = args, f"example_inputs={args}"
     if args == "()":
@@ -151,6 +163,8 @@ def quantization_code(key: RunKey, model: ModelInfo) -> Code:
         inside=(
             f"exported = torch.export.export(model, {args}, {kwargs}, strict=True).module()",
             "quantizer = X86InductorQuantizer().set_global(get_default_x86_inductor_quantization_config())",
+            *kept_lines(layers),
+            *keeping,
             "prepared = prepare_pt2e(exported, quantizer)",
             *calibrate,
             "model = torch.compile(convert_pt2e(prepared))  # its first call compiles",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections import defaultdict
@@ -156,8 +157,11 @@ def _smooth(model: nn.Module, config: Any, is_taken: Callable[..., bool], calibr
     for args, kwargs in calibration():
         model(*args, **kwargs)
     for module in model.modules():
-        if isinstance(module, SmoothQuantObservedLinear) and not module.obs.inputs:
-            module.__class__ = nn.Linear
+        if isinstance(module, SmoothQuantObservedLinear):
+            # as rows: torchao joins them, and batches may differ in length
+            module.obs.inputs = [values.reshape(-1, values.shape[-1]) for values in module.obs.inputs]
+            if not module.obs.inputs:
+                module.__class__ = nn.Linear
     quantize_(
         model, SmoothQuantConfig(config, "convert"), lambda module, _: isinstance(module, SmoothQuantObservedLinear)
     )
@@ -165,7 +169,8 @@ def _smooth(model: nn.Module, config: Any, is_taken: Callable[..., bool], calibr
 
 def linear_errors(model: nn.Module, quantized: QuantizedLinear, calibration: Calibration) -> list[LayerError]:
     """The error of each quantized layer over all calls of ``calibration``, and its outliers, in the
-    order of the modules; and why others are not quantized. A layer that is not called has none.
+    order of the modules; and why others are not quantized. A layer that is not called has none;
+    that of one whose kernel raises an exception is not finite.
     """
     # an encoder's would pass nested tensors, and pass layers by
     torch.backends.mha.set_fastpath_enabled(False)
@@ -178,7 +183,10 @@ def linear_errors(model: nn.Module, quantized: QuantizedLinear, calibration: Cal
         def compare_alone(name: str, args: Any, kwargs: Any, output: Any, expected: Any = expected) -> None:
             expected[name].append(output.to("cpu", copy=True))  # of all layers, a device may hold too few
             activations[name].add(next(iter((*args, *kwargs.values()))))
-            local[name].add(quantized.model.get_submodule(name)(*args, **kwargs), output)
+            value = torch.full_like(output, math.nan)
+            with contextlib.suppress(Exception):
+                value = quantized.model.get_submodule(name)(*args, **kwargs)
+            local[name].add(value, output)
 
         def compare(name: str, _: Any, __: Any, output: Any, expected: Any = expected) -> None:
             # A model whose control flow depends on values may call a layer otherwise.
@@ -186,7 +194,8 @@ def linear_errors(model: nn.Module, quantized: QuantizedLinear, calibration: Cal
                 accumulated[name].add(output, expected[name].pop(0).to(output.device))
 
         _call_watched(model, taken, call, number, compare_alone)
-        _call_watched(quantized.model, taken, call, number, compare)
+        with contextlib.suppress(Exception):
+            _call_watched(quantized.model, taken, call, number, compare)
     # an error that is not finite is the largest
     sizes = {name: math.inf if error.rel_l2 is None else error.rel_l2 for name, error in local.items()}
     worst = sorted(sizes, key=lambda name: -sizes[name])[:MOST_ALONE]
@@ -260,6 +269,8 @@ def _errors_alone(
             for place in places:
                 model.set_submodule(place, quantized.get_submodule(place))
             values = output() if places else []
+        except Exception:
+            values = []
         finally:
             for place in places:
                 model.set_submodule(place, layer)

@@ -16,13 +16,16 @@ from lowprec_check.torchkit.output_comparison import compare_outputs
 def compare_with_unquantized(part: PlainPart) -> None:
     """Report the errors of the layers that a backend quantized, and of the output."""
     task, call = part.task, part.ready.call
-    if not isinstance(call, OnBackend) or not task.measured or part.report.so_far.failed:
+    if not isinstance(call, OnBackend) or not task.measured:
+        return
+    # A layer may be why it fails.
+    failed, model = part.report.so_far.failed, getattr(call.prepared, "model", None)
+    if failed and not isinstance(model, nn.Module):
         return
     with part.ready.context():
         part.report.add(layer_errors=call.layer_errors())
-    if not BACKENDS.get(task.backend).lowers_precision or part.too_slow:
+    if failed or not BACKENDS.get(task.backend).lowers_precision or part.too_slow:
         return
-    model = getattr(call.prepared, "model", None)
     if isinstance(model, nn.Module):
         sizes = weight_bytes(model), weight_bytes(part.ready.model)
         if part.report.run.without_kernels is None:

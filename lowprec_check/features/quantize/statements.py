@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from lowprec_check.analysis.recommend import best_run
+from lowprec_check.analysis.run_summary import label
 from lowprec_check.analysis.statements.kinds import Made, per_run
-from lowprec_check.schema.run_key import EAGER
+from lowprec_check.schema.run_key import EAGER, REFERENCE
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import chained, say
 
@@ -19,14 +21,22 @@ def without_kernels(run: Run, result: ScanResult) -> Made:
 
 @per_run("unquantized", "error", after="unknown-cause", detail="more")
 def unquantized(run: Run, result: ScanResult) -> Made:
-    """The error beside that of the same precision without quantization."""
-    eager = next((other for other in result.runs if other.key == run.key._replace(backend=EAGER)), None)
-    if run.unquantized_error is None or eager is None or eager.is_reference or eager.rel_l2 is None:
+    """The error beside that of the best run in 16 bits, or of its precision in eager mode."""
+    precision = run.base or run.precision
+    key = run.key._replace(precision=precision, backend=EAGER)
+    unquantized = [other for other in result.runs if not other.is_quantized]
+    base, words = best_run(unquantized, result.environment), "best in 16 bits: {base:text} {error:error}"
+    if base is None or not base.is_low or base.key == key:
+        base = next((other for other in unquantized if other.key == key), None)
+        words = "{base:text} {error:error}"
+    if run.unquantized_error is None or base is None or base.is_reference or base.rel_l2 is None:
         return None
-    base = say("{precision:text} {base:error}", precision=eager.precision, base=eager.rel_l2)
+    best = say(words, base=label(base), error=base.rel_l2)
     quantized = say("{backend:text} {error:error}", backend=run.backend, error=run.rel_l2)
-    between = say("{error:error} from {precision:text}", error=run.unquantized_error, precision=eager.precision)
-    return chained(chained(base, quantized, between=", "), between)
+    both = chained(best, quantized, between=", ")
+    if precision == REFERENCE:
+        return both
+    return chained(both, say("{error:error} from {precision:text}", error=run.unquantized_error, precision=precision))
 
 
 @per_run("quantized-weights", "error", after="unknown-cause", detail="more")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,16 @@ from lowprec_check.torchkit.devices import seed_everything
 from lowprec_check.torchkit.pytree import leaves
 
 
-def quantize_with_torchao(model: nn.Module, example: Call, calibration: Calibration) -> TorchaoModel:
-    """Export, observe, calibrate, convert; :class:`UsageError` if no layer is quantized."""
+def quantize_with_torchao(
+    model: nn.Module, example: Call, calibration: Calibration, keep: Collection[str] = ()
+) -> TorchaoModel:
+    """Export, observe, calibrate, convert, without the modules that ``keep`` names;
+    :class:`UsageError` if no layer is quantized, and ``keep`` is empty.
+    """
     with quiet(), torch.no_grad():
         from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e
 
-        prepared = _prepared(model, example)
+        prepared = _prepared(model, example, keep)
         expected = _described(example)
         for number, (args, kwargs) in enumerate(calibration(), 1):
             found = _described((args, kwargs))
@@ -37,7 +41,7 @@ def quantize_with_torchao(model: nn.Module, example: Call, calibration: Calibrat
                 )
             prepared(*args, **kwargs)
         converted: GraphModule = convert_pt2e(prepared)
-    if not quantized_layers(converted):
+    if not quantized_layers(converted) and not keep:
         raise nothing_to_quantize(model)
     return TorchaoModel(converted, example)
 
@@ -96,7 +100,7 @@ class TorchaoModel:
             torch.export.save(program, path, extra_files=extra)
 
 
-def _prepared(model: nn.Module, example: Call) -> GraphModule:
+def _prepared(model: nn.Module, example: Call, keep: Collection[str] = ()) -> GraphModule:
     """The exported graph with batch norms folded and observers inserted; it computes in fp32."""
     from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e
     from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
@@ -110,6 +114,8 @@ def _prepared(model: nn.Module, example: Call) -> GraphModule:
         # fails on one that is called twice.
         exported = torch.export.export(model, args, kwargs, strict=True).module()
         quantizer = X86InductorQuantizer().set_global(get_default_x86_inductor_quantization_config())
+        for name in keep:
+            quantizer.set_module_name_qconfig(name, None)
         prepared: GraphModule = prepare_pt2e(exported, quantizer)
     return prepared
 

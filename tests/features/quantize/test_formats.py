@@ -170,7 +170,7 @@ def test_the_printed_code_calibrates_on_batches_like_the_inputs() -> None:
         info(Mlp().eval(), rows()), setup=["inputs = inputs()"], calibration="calibration()"
     )
     code = snippet(RunKey("bfloat16", smooth.name, "cpu"), about)
-    file = "def inputs(): return torch.randn(4, 128)\ndef calibration(): yield inputs(); yield inputs()\n"
+    file = "def inputs(): return torch.randn(4, 128)\ndef calibration(): yield inputs(); yield torch.randn(2, 9, 128)\n"
     values: dict[str, Any] = {"model": Mlp().eval(), "torch": torch}
     exec(file + code, values)  # below the user's own definitions
     assert values["output"].dtype == torch.bfloat16
@@ -333,6 +333,25 @@ def test_a_scan_has_emulated_rows_beside_others() -> None:
     assert (fp8.unquantized_error or 0.0) > 3 * eager.rel_l2
     texts = [sentence.text for said in result.statements for sentence in [said] if "from bfloat16" in said.text]
     assert any(text.startswith("bfloat16 ") and ", fp8-dynamic " in text for text in texts)
+
+
+def test_a_quantized_row_is_compared_with_the_best_in_16_bits() -> None:
+    def run(precision: str, error: float | None, **more: Any) -> Run:
+        stats = error and ErrorStats(rel_l2=error, max_abs=0.1, cosine=None, sqnr_db=None)
+        return Run(precision=precision, device="cpu", status="ok", tolerance=0.1, output_error=stats or None, **more)
+
+    def said(*others: Run) -> list[str]:
+        quantized = run("bfloat16", 0.039, backend="fp8-dynamic", quantized=True, unquantized_error=0.037)
+        about = info(Mlp().eval(), rows())
+        result = ScanResult(
+            tool="", target="t", model=about, environment={}, runs=[run("fp32", None), *others, quantized]
+        )
+        return [said.text for said in conclude(result).statements if ", fp8-dynamic " in said.text]
+
+    half, bfloat16 = run("half", 0.0003), run("bfloat16", 0.012)
+    assert said(bfloat16) == ["bfloat16 1.2e-02, fp8-dynamic 3.9e-02; 3.7e-02 from bfloat16"]
+    assert said(half, bfloat16) == ["best in 16 bits: half 3.0e-04, fp8-dynamic 3.9e-02; 3.7e-02 from bfloat16"]
+    assert not said()
 
 
 def test_an_emulated_row_is_not_recommended_even_if_no_other_passes() -> None:

@@ -13,10 +13,12 @@ from test_formats import example, info, uncompiled  # noqa: F401 - a fixture
 from torch import Tensor, nn
 
 from lowprec_check import UsageError, apply, scan
+from lowprec_check.analysis.snippet import snippet
 from lowprec_check.core.feature_hooks import TimedRuns
 from lowprec_check.features.plan.trials import Limits, Objective, Proposal, Proposer
 from lowprec_check.features.quantize import libraries
 from lowprec_check.schema.axes import BACKENDS
+from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.verdict import ErrorStats
 
@@ -60,12 +62,17 @@ class Runs:
         self.fp32 = Run(precision="fp32", device="cpu", status="ok")
         self.tried: list[tuple[str, ...]] = []
 
-    def run(self, precision: str, backend: str, *, keep_fp32: tuple[str, ...] = (), **_: Any) -> Run:
-        low, call = copy.deepcopy(self.target.model).bfloat16(), example(self.x.bfloat16(), precision, keep=keep_fp32)
+    def run(
+        self, precision: str, backend: str, *, keep_fp32: tuple[str, ...] = (), measured: bool = False, **_: Any
+    ) -> Run:
+        low, x = copy.deepcopy(self.target.model), self.x
+        if precision == "bfloat16":
+            low, x = low.bfloat16(), x.bfloat16()
+        call = example(x, precision, keep=keep_fp32, is_trial=not measured)
         self.tried.append(keep_fp32)
         with torch.no_grad():
             prepared = BACKENDS.get(backend).prepare(low, call)
-            expected, found = self.target.model(self.x), prepared(self.x.bfloat16()).float()
+            expected, found = self.target.model(self.x), prepared(x).float()
             layers = [] if keep_fp32 else BACKENDS.get(backend).layer_errors(prepared, low, call)
         error = float((found - expected).norm() / expected.norm())
         stats = ErrorStats(rel_l2=error, max_abs=error, cosine=None, sqnr_db=None)
@@ -82,8 +89,9 @@ class Runs:
         """Nothing is shown."""
 
 
-def plan(runs: Any, backend: str) -> Proposal:
-    return Proposer([runs], Objective(runs.fp32), Limits(), explains=True).propose([runs.run("bfloat16", backend)])
+def plan(runs: Any, backend: str, precision: str = "bfloat16") -> Proposal:
+    of_row = runs.run(precision, backend, measured=True)
+    return Proposer([runs], Objective(runs.fp32), Limits(), explains=True).propose([of_row])
 
 
 @pytest.mark.parametrize("backend", ["int8-weight-only", "int8-dynamic"])
@@ -101,6 +109,28 @@ def test_planted_outliers_are_the_layers_that_stay(seed: int, backend: str) -> N
     assert found.run.output_error.rel_l2 <= 0.03
     for name in found.run.keep_fp32:  # each was tried without it
         assert tuple(other for other in found.run.keep_fp32 if other != name) in runs.tried
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.usefixtures("uncompiled")
+def test_plans_of_static_int8_keep_the_planted_layer_in_fp32(seed: int) -> None:
+    runs = Runs(Net(seed, 1, blocks=2), torch.randn(16, 64), tolerance=0.03)
+    found = plan(runs, "int8", "fp32")
+    assert found.run is not None
+    assert found.run.keep_fp32 == ["blocks.1.up"]
+    assert found.minimal
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_the_code_of_a_plan_of_static_int8_gives_the_row() -> None:
+    model, x = Net(0, 1, blocks=2), torch.randn(16, 64)
+    about, key = info(model, x), RunKey("fp32", "int8", "cpu")
+    values: dict[str, Any] = {"model": copy.deepcopy(model), "inputs": x}
+    exec(snippet(key, about, ["blocks.1.up"]), values)
+    with torch.no_grad():
+        prepared = BACKENDS.get("int8").prepare(model, example(x, "fp32", keep=("blocks.1.up",), is_trial=True))
+        assert torch.equal(values["output"], prepared(x))
+    assert not torch.equal(values["output"], BACKENDS.get("int8").prepare(model, example(x, "fp32"))(x))
 
 
 def test_a_plan_is_as_small_as_any_single_layer_shows() -> None:
@@ -141,6 +171,27 @@ def test_a_scan_finds_the_plan_and_its_code_gives_the_row() -> None:
     assert any("with blocks.1.up in bf16 (the plan) it passes" in text for text in texts)
     with pytest.raises(UsageError, match="int8-dynamic, which quantizes the model"):
         apply(copy.deepcopy(model), result.plan)
+
+
+class Cosine(nn.Linear):
+    """Reads the norm of its weight, which torchao's tensors do not have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias) / self.weight.norm()
+
+
+def test_a_layer_that_fails_if_it_is_quantized_is_named_and_kept() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), Cosine(64, 64)).eval()
+    options: dict[str, Any] = {"precisions": "bf16", "times": "off", "further_inputs": 0, "plan": True}
+    options |= {"budget_error": "off", "errors": "accumulated"}
+    result = scan(model, torch.randn(8, 64), backends="eager,mxfp8", **options)
+    row, planned = result.runs[-2:]
+    assert row.status == "error"
+    assert row.exception is not None
+    assert row.exception.module == "1"
+    assert [layer.local is None for layer in row.layer_errors] == [False, True]
+    assert (planned.status, planned.keep_fp32) == ("ok", ["1"])
 
 
 def test_a_plan_that_fails_when_it_is_compiled_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

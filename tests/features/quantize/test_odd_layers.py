@@ -195,6 +195,20 @@ def test_smoothing_leaves_alone_what_calibration_does_not_call() -> None:
     assert type(model.idle) is nn.Linear
 
 
+def test_smoothing_takes_batches_of_different_lengths() -> None:
+    """As if their rows were one batch."""
+    model, batches = pair(linear()).bfloat16(), [torch.randn(2, length, 128).bfloat16() for length in (9, 5)]
+    joined = torch.cat([batch.flatten(0, 1) for batch in batches])
+    outputs = []
+    for calls in (batches, [joined]):
+        call = example(joined, "bfloat16")
+        object.__setattr__(call, "calibration", lambda calls=calls: [((batch,), {}) for batch in calls])
+        prepared = BACKENDS.get("int8-smoothquant").prepare(model, call)
+        outputs.append(prepared(joined))
+        assert all(layer.local for layer in BACKENDS.get("int8-smoothquant").layer_errors(prepared, model, call))
+    assert torch.equal(*outputs)
+
+
 def test_a_gpu_without_kernels_or_emulation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     call = example(rows())
