@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Literal
+
+import msgspec
 
 from lowprec_check.analysis.error_shares import BETWEEN, fails_by_error, line_shares, module_shares, trusted_budget
 from lowprec_check.analysis.recommend import recommended_run
@@ -184,7 +185,7 @@ def scan_page(result: ScanResult) -> Document:
         blocks.append(block)
         if isinstance(block, Table) and block.name == "runs" and block.detail != "brief":
             blocks += [*filter(None, [charts.tradeoff(result)]), *sections("runs", result, result.statements)]
-    return replace(document, blocks=blocks)
+    return msgspec.structs.replace(document, blocks=blocks)
 
 
 def page_blocks(result: ScanResult) -> Iterator[Block]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
+
+import msgspec
 
 from lowprec_check.analysis.findings import MOST, FindingGroup, Headline, groups, headlines, tally
 from lowprec_check.analysis.recommend import missing_runs, recommended_run
@@ -202,7 +203,7 @@ def _findings(result: ScanResult, findings: Sequence[FindingGroup]) -> Iterator[
             yield Say(f"{group.said} ({group.where or 'model'})", role="item", lead=lead, detail="more")
         yield Fold("Findings in full", [findings_table(listed)], detail="more")
     elif listed:
-        yield replace(findings_table(listed), detail="more")
+        yield msgspec.structs.replace(findings_table(listed), detail="more")
     yield Say(tally(result.diagnostics), role="hint", detail="more")
     if notes:
         yield Fold("Notes", [findings_table(notes)], detail="more")
