@@ -10,6 +10,7 @@ is not newer, without one.
 
 from __future__ import annotations
 
+import bisect
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -189,30 +190,54 @@ class VersionedFile(Generic[AnyVersion, Row]):
         self._chains: list[frozenset[int]] = []
         for index, base in enumerate(bases(self.versions)):
             self._chains.append(frozenset({index}) | (frozenset() if base is None else self._chains[base]))
-        # The changes by operator; rows are decoded later.
+        # The lines of changes are sorted: those of one operator are found without reading others.
+        self._indices, self._lines, self._first = indices, lines[1 + head.versions :], 2 + head.versions
         self._changes: dict[str, list[_Change]] = {}
-        last = ""
-        for number, line in enumerate(lines[1 + head.versions :], 2 + head.versions):
+
+    @cached_property
+    def ops(self) -> list[str]:
+        """The operators of all versions, sorted; all lines are read and checked."""
+        ops = [""]
+        at = 0
+        while at < len(self._lines):
+            op, changes = self._changes_at(at)
+            if op <= ops[-1]:
+                build = self.versions[changes[0].since].build
+                raise self._error(self._first + at, f"op {op!r} version {build!r}: duplicate or not sorted")
+            ops.append(op)
+            self._changes[op] = changes
+            at += len(changes)
+        return ops[1:]
+
+    def _changes_of(self, op: str) -> list[_Change]:
+        """The changes of an operator, none if the file does not have it; rows are decoded later."""
+        if op not in self._changes:
+            at = bisect.bisect_left(self._lines, b'["%s",' % op.encode())
+            found, changes = self._changes_at(at) if at < len(self._lines) else ("", [])
+            self._changes[op] = changes if found == op else []
+        return self._changes[op]
+
+    def _changes_at(self, at: int) -> tuple[str, list[_Change]]:
+        """The operator of a line, and its changes from there on."""
+        op, start = "", b""
+        changes: list[_Change] = []
+        for number in range(self._first + at, self._first + len(self._lines)):
+            line = self._lines[number - self._first]
+            if not line.startswith(start):
+                break
             parts = _CHANGE.fullmatch(line)
             if parts is None:
                 self._decode(number, line, list[msgspec.Raw])
                 raise self._error(number, "does not start with an operator and a version")
             op, build = parts[1].decode(errors="replace"), parts[2].decode(errors="replace")
-            if build not in indices:
+            if build not in self._indices:
                 raise self._error(number, f"op {op!r}: version {build!r} is not listed at the top of the file")
-            change = _Change(number, indices[build], parts[3])
-            if op == last and change.since > self._changes[op][-1].since:
-                self._changes[op].append(change)
-            elif op > last:
-                self._changes[op] = [change]
-            else:
+            change = _Change(number, self._indices[build], parts[3])
+            if changes and change.since <= changes[-1].since:
                 raise self._error(number, f"op {op!r} version {build!r}: duplicate or not sorted")
-            last = op
-
-    @property
-    def ops(self) -> list[str]:
-        """The operators of all versions, sorted."""
-        return list(self._changes)
+            changes.append(change)
+            start = line[: parts.start(2) - 1]
+        return op, changes
 
     def table(self, index: int, count: int | None = None) -> VersionRows[Row]:
         """The rows of one of the :attr:`versions`; ``count`` is how many there must be."""
@@ -221,13 +246,13 @@ class VersionedFile(Generic[AnyVersion, Row]):
     def is_in(self, op: str, index: int) -> bool:
         """Whether a version has the operator; does not decode anything."""
         chain = self._chains[index]
-        last = next((change for change in reversed(self._changes.get(op, ())) if change.since in chain), None)
+        last = next((change for change in reversed(self._changes_of(op)) if change.since in chain), None)
         return last is not None and last.content != REMOVED
 
     def row(self, op: str, index: int) -> Row:
         """The row of an operator, the same object as in a version without a change since."""
         changes: list[_Change] = []
-        for change in self._changes[op]:
+        for change in self._changes_of(op):
             if change.since in self._chains[index]:
                 changes.append(change)
                 if change.content == REMOVED:
