@@ -299,6 +299,8 @@ class VersionRows(Mapping[str, Row]):
 
     def __init__(self, file: VersionedFile[AnyVersion, Row], index: int, count: int | None) -> None:
         self._file, self._index, self._count = file, index, count
+        self._rows: dict[str, Row] = {}
+        """Those that were asked for."""
 
     @cached_property
     def _ops(self) -> list[str]:
@@ -310,12 +312,14 @@ class VersionRows(Mapping[str, Row]):
         return ops
 
     def __getitem__(self, op: str) -> Row:
-        if op not in self:
-            raise KeyError(op)
-        return self._file.row(op, self._index)
+        if op not in self._rows:
+            if not self._file.is_in(op, self._index):
+                raise KeyError(op)
+            self._rows[op] = self._file.row(op, self._index)
+        return self._rows[op]
 
     def __contains__(self, op: object) -> bool:
-        return isinstance(op, str) and self._file.is_in(op, self._index)
+        return isinstance(op, str) and (op in self._rows or self._file.is_in(op, self._index))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._ops)
