@@ -113,7 +113,7 @@ class OfFormat(Quantizing):
 
     def layer_errors(self, prepared: Any, model: Any, example: Example) -> list[LayerError]:
         """The error of each linear layer, on the calibration inputs."""
-        from lowprec_check.features.quantize.quantized_linear import linear_errors
+        from lowprec_check.features.quantize.layer_errors import linear_errors
 
         return linear_errors(model, prepared, example.calibration)
 

@@ -1,11 +1,8 @@
-"""Linear layers quantized to a format, by torchao or emulated, and what each adds to the error."""
+"""Linear layers quantized to a format, by torchao or emulated."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import math
-from collections import defaultdict
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -15,20 +12,9 @@ from torch import Tensor, nn
 from lowprec_check.errors import UsageError
 from lowprec_check.features.quantize import emulation
 from lowprec_check.features.quantize.formats import Format
-from lowprec_check.features.quantize.quantized import (
-    Calibration,
-    OutlierCounter,
-    SquaredError,
-    nothing_to_quantize,
-)
-from lowprec_check.schema.axes import Call
-from lowprec_check.schema.measures import LayerError
+from lowprec_check.features.quantize.quantized import Calibration, nothing_to_quantize
 from lowprec_check.torchkit.compiled import quiet
-from lowprec_check.torchkit.devices import module_of, seed_everything
-from lowprec_check.torchkit.pytree import leaves, map_tensors
-
-MOST_ALONE = 4
-"""So many layers are quantized alone, those with the largest errors by themselves."""
+from lowprec_check.torchkit.devices import module_of
 
 
 class QuantizedLinear:
@@ -165,132 +151,3 @@ def _smooth(model: nn.Module, config: Any, is_taken: Callable[..., bool], calibr
     quantize_(
         model, SmoothQuantConfig(config, "convert"), lambda module, _: isinstance(module, SmoothQuantObservedLinear)
     )
-
-
-def linear_errors(model: nn.Module, quantized: QuantizedLinear, calibration: Calibration) -> list[LayerError]:
-    """The error of each quantized layer over all calls of ``calibration``, and its outliers, in the
-    order of the modules; and why others are not quantized. A layer that is not called has none;
-    that of one whose kernel raises an exception is not finite.
-    """
-    # an encoder's would pass nested tensors, and pass layers by
-    torch.backends.mha.set_fastpath_enabled(False)
-    taken = [name for name, why in quantized.layers.items() if why is None]
-    local, accumulated = defaultdict[str, SquaredError](SquaredError), defaultdict[str, SquaredError](SquaredError)
-    activations = defaultdict[str, OutlierCounter](OutlierCounter)
-    for number, call in enumerate(calibration()):
-        expected = defaultdict[str, list[Tensor]](list)
-
-        def compare_alone(name: str, args: Any, kwargs: Any, output: Any, expected: Any = expected) -> None:
-            expected[name].append(output.to("cpu", copy=True))  # of all layers, a device may hold too few
-            activations[name].add(next(iter((*args, *kwargs.values()))))
-            value = torch.full_like(output, math.nan)
-            with contextlib.suppress(Exception):
-                value = quantized.model.get_submodule(name)(*args, **kwargs)
-            local[name].add(value, output)
-
-        def compare(name: str, _: Any, __: Any, output: Any, expected: Any = expected) -> None:
-            # A model whose control flow depends on values may call a layer otherwise.
-            if expected[name] and expected[name][0].shape == output.shape:
-                accumulated[name].add(output, expected[name].pop(0).to(output.device))
-
-        _call_watched(model, taken, call, number, compare_alone)
-        with contextlib.suppress(Exception):
-            _call_watched(quantized.model, taken, call, number, compare)
-    # an error that is not finite is the largest
-    sizes = {name: math.inf if error.rel_l2 is None else error.rel_l2 for name, error in local.items()}
-    worst = sorted(sizes, key=lambda name: -sizes[name])[:MOST_ALONE]
-    alone = _errors_alone(model, quantized.model, worst, calibration)
-    errors = []
-    for name, why in quantized.layers.items():
-        if name in local:
-            layer: Any = model.get_submodule(name)
-            weights = OutlierCounter()
-            weights.add(layer.weight.detach())
-            errors.append(
-                LayerError(
-                    module=name,
-                    op="linear",
-                    local=local[name].rel_l2,
-                    accumulated=accumulated[name].rel_l2,
-                    alone=alone.get(name),
-                    weights=weights.outliers(),
-                    activations=activations[name].outliers(),
-                )
-            )
-        elif why is not None:
-            errors.append(LayerError(module=name, op="linear", left=why))
-    return errors
-
-
-def _call_watched(
-    model: nn.Module, layers: list[str], call: Call, seed: int, report: Callable[[str, Any, Any, Any], None]
-) -> None:
-    """Call ``model``, and ``report`` the name, arguments and output of each call of ``layers``."""
-    is_busy = False
-
-    def hook(name: str) -> Callable[..., None]:
-        def watch(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            nonlocal is_busy
-            # A layer that is reported on may call another one.
-            if not is_busy:
-                is_busy = True
-                report(name, *map_tensors((args, kwargs, output), Tensor.detach))
-                is_busy = False
-
-        return watch
-
-    handles = [model.get_submodule(name).register_forward_hook(hook(name), with_kwargs=True) for name in layers]
-    seed_everything(seed)  # a model that draws random numbers draws the same
-    try:
-        with torch.no_grad():
-            model(*call[0], **call[1])
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _errors_alone(
-    model: nn.Module, quantized: nn.Module, layers: list[str], calibration: Calibration
-) -> dict[str, float | None]:
-    """By layer, the error of the output if it alone is quantized; ``None`` if its shape changes."""
-    call = next(iter(calibration()))
-
-    def output() -> list[Tensor]:
-        seed_everything(0)
-        with torch.no_grad():
-            return [tensor.clone() for _, tensor in leaves(model(*call[0], **call[1])) if tensor.is_floating_point()]
-
-    errors: dict[str, float | None] = {}
-    expected = output() if layers else []
-    for name in layers:
-        layer = model.get_submodule(name)
-        places = [place for place, module in model.named_modules(remove_duplicate=False) if module is layer and place]
-        try:
-            for place in places:
-                model.set_submodule(place, quantized.get_submodule(place))
-            values = output() if places else []
-        except Exception:
-            values = []
-        finally:
-            for place in places:
-                model.set_submodule(place, layer)
-        if [value.shape for value in values] == [value.shape for value in expected]:
-            error = SquaredError()
-            for value, reference in zip(values, expected, strict=True):
-                error.add(value, reference)
-            errors[name] = error.rel_l2
-    return errors
-
-
-def weight_bytes(model: nn.Module) -> int:
-    """The bytes of all parameters and buffers, each storage once; of a quantized one, its parts."""
-    storages: dict[int, int] = {}
-    pending: list[Any] = [*model.parameters(), *model.buffers()]
-    while pending:
-        tensor = pending.pop()
-        if hasattr(tensor, "__tensor_flatten__"):
-            pending += [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-        elif isinstance(tensor, Tensor) and tensor.layout == torch.strided:
-            storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())

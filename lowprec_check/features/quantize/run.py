@@ -8,7 +8,7 @@ from lowprec_check.core.feature_hooks import Feature, Measurement
 from lowprec_check.core.plain_part import PlainPart
 from lowprec_check.core.preparation import OnBackend, in_eager_mode
 from lowprec_check.engine.model.plain_run import output_tensors, run_once
-from lowprec_check.features.quantize.quantized_linear import weight_bytes
+from lowprec_check.features.quantize.layer_errors import weight_bytes
 from lowprec_check.schema.axes import BACKENDS
 from lowprec_check.torchkit.output_comparison import compare_outputs
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
 from lowprec_check.errors import UsageError
-from lowprec_check.features.quantize.quantized import Calibration, SquaredError, nothing_to_quantize
+from lowprec_check.features.quantize.layer_errors import SquaredError
+from lowprec_check.features.quantize.quantized import Calibration, nothing_to_quantize
 from lowprec_check.schema.axes import Call
 from lowprec_check.schema.measures import LayerError
 from lowprec_check.torchkit.compiled import quiet

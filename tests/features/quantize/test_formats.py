@@ -21,8 +21,7 @@ from lowprec_check.engine.model.model_info import describe_target
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.features.quantize import libraries
 from lowprec_check.features.quantize.formats import FORMATS, Format
-from lowprec_check.features.quantize.quantized import OutlierCounter
-from lowprec_check.features.quantize.quantized_linear import weight_bytes
+from lowprec_check.features.quantize.layer_errors import OutlierCounter, weight_bytes
 from lowprec_check.report.registry import render
 from lowprec_check.schema.axes import BACKENDS, Example
 from lowprec_check.schema.precisions import PRECISIONS

@@ -15,9 +15,9 @@ from torch.nn.utils import parametrizations, prune
 
 from lowprec_check import UsageError
 from lowprec_check.analysis.snippet import snippet
-from lowprec_check.features.quantize import libraries, quantized, report
+from lowprec_check.features.quantize import layer_errors, libraries, report
 from lowprec_check.features.quantize.formats import FORMATS
-from lowprec_check.features.quantize.quantized import SquaredError
+from lowprec_check.features.quantize.layer_errors import SquaredError
 from lowprec_check.features.quantize.quantized_linear import why_emulated
 from lowprec_check.schema.axes import BACKENDS
 from lowprec_check.schema.measures import LayerError
@@ -247,7 +247,7 @@ def test_errors_are_the_same_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     value, reference = torch.randn(2, 5, 7).transpose(0, 2), torch.randn(7, 5, 2)
     errors = []
     for part in (7, 1 << 24):
-        monkeypatch.setattr(quantized, "_PART", part)
+        monkeypatch.setattr(layer_errors, "_PART", part)
         error = SquaredError()
         error.add(value, reference)
         errors.append(error.rel_l2)
