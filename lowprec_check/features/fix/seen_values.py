@@ -135,6 +135,11 @@ class ScriptFacts(Struct, frozen=True, kw_only=True):
     fp32: str = ""
     """A digest of the weights after the steps in fp32, bit for bit; empty if two runs differ."""
 
+    @property
+    def is_in_fp32(self) -> bool:
+        """Whether the script enters no autocast, scales no loss and has no weights in 16 bits."""
+        return not (self.autocast or self.low_weights or self.amp or self.scalers)
+
 
 class SourceTrial(Struct, frozen=True, kw_only=True):
     """What a trial found."""

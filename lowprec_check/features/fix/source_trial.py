@@ -34,6 +34,7 @@ from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.engine.model.user_module import Rewrite
 from lowprec_check.errors import UsageError, encodable, first_line, message_of
 from lowprec_check.features.fix.fix_sites import fails
+from lowprec_check.features.fix.script_fixes import faults
 from lowprec_check.features.fix.script_steps import made_steps
 from lowprec_check.features.fix.seen_values import Places, ScriptFacts, SeenValue, SourceTrial
 from lowprec_check.process import Isolation
@@ -236,7 +237,7 @@ class ScriptTrial:
     arguments: tuple[str, ...]
     steps: int
     twice: bool
-    """Whether the steps in fp32 are made again, to see if they give the same, and with noise."""
+    """Whether the steps in fp32 are made again, to see if they give the same, or with noise."""
 
     def __call__(self, source: TargetSource, isolation: Isolation | None, options: ScanOptions) -> Grown:
         """What was found."""
@@ -257,14 +258,18 @@ class ScriptTrial:
                 script=msgspec.structs.replace(failed, failure=failure, device=options.device_name or "cpu")
             )
             return
+        # One that trains in fp32 does the same as it is: that run is the repetition
+        is_in_fp32 = in_fp32.facts.is_in_fp32
         # A script that its GradScaler stops has its faults all the same
         try:
-            as_it_is = made_here(fp32=False)
+            as_it_is = in_fp32
+            if self.twice or not is_in_fp32:
+                as_it_is = made_here(fp32=False)
         except UsageError as error:
             if all(use.is_harmless for use in in_fp32.facts.amp):
                 raise
             as_it_is = _Made(facts=msgspec.structs.replace(in_fp32.facts, failure=first_line(message_of(error))))
-        again = [made_here(fp32=True) for _ in range(self.twice)]
+        again = [as_it_is] if is_in_fp32 else [made_here(fp32=True) for _ in range(self.twice)]
         made = [in_fp32, as_it_is, *again]
         facts, steps = as_it_is.facts, [one_run.facts.steps for one_run in made]
         facts = msgspec.structs.replace(facts, amp=in_fp32.facts.amp)
@@ -280,7 +285,8 @@ class ScriptTrial:
             fp32_losses=in_fp32.facts.losses,
             losses_apart=_losses_apart(as_it_is, in_fp32),
         )
-        if self.twice:
+        # How far other weights lead is asked of a script without a fault
+        if self.twice and not (problem or any(faults(facts, lambda *_: ""))):
             with contextlib.suppress(UsageError):  # it may check its weights
                 noisy = made_here(fp32=True, noise=True)
                 facts = msgspec.structs.replace(

@@ -12,7 +12,11 @@ import pytest
 import torch
 from conftest import Call
 from shared_result import shared_result
+from torch import nn
 
+from lowprec_check.engine.model.target import make_target
+from lowprec_check.engine.model.target_source import TargetSource
+from lowprec_check.features.fix import source_trial
 from lowprec_check.features.fix.fix_sites import OwnFiles, Sites
 from lowprec_check.features.fix.scene import compose
 from lowprec_check.features.fix.script_fixes import scaled
@@ -24,6 +28,7 @@ from lowprec_check.features.fix.statements import patch_of_script
 from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.fixing import Fixing
 from lowprec_check.schema.op_calls import OpCall
+from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.statements import Sentence
 from lowprec_check.schema.training import TrainingSetup
 
@@ -161,6 +166,40 @@ def observed(path: Path, text: str, steps: int = 8) -> tuple[ScriptFacts, Locate
         return sites.located(OpCall(name, source=place.source, caller=place.caller, span=place.span))
 
     return facts, locate
+
+
+IN_FP32, AS_IT_IS, WITH_NOISE = (True, False), (False, False), (True, True)
+RUNS = {
+    "torch.no_grad()": [IN_FP32, AS_IT_IS, WITH_NOISE],
+    'torch.autocast("cpu", torch.bfloat16)': [IN_FP32, AS_IT_IS, IN_FP32, WITH_NOISE],
+    'torch.autocast("cpu", torch.float16)': [IN_FP32, AS_IT_IS, IN_FP32],  # its loss is not scaled
+}
+"""How a script is run before any change is tried: what it does in fp32 is not repeated."""
+
+
+@pytest.mark.parametrize("context", RUNS)
+def test_a_script_runs_as_often_as_its_verdict_needs(
+    context: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, runs = tmp_path / "train.py", list[tuple[bool, bool]]()
+    path.write_text(f"{HEAD}\nwith {context}:\n    model(X)\n{LOOPS['function']}")
+
+    def counted(*args: Any, fp32: bool, noise: bool = False) -> Any:
+        runs.append((fp32, noise))
+        return made_steps(*args, fp32=fp32, noise=noise)
+
+    monkeypatch.setattr(source_trial, "made_steps", counted)
+    facts = {}
+    for twice in (True, False):
+        trial = source_trial.ScriptTrial(path=str(path), arguments=(), steps=4, twice=twice)
+        *_, found = trial(TargetSource(make_target(nn.Linear(1, 1), torch.zeros(1))), "none", ScanOptions())
+        assert found.script is not None
+        facts[twice] = found.script
+    is_other = "autocast" in context
+    assert runs == [*RUNS[context], IN_FP32, *([AS_IT_IS] if is_other else [])]
+    assert facts[True].fp32 == facts[False].fp32 != ""
+    assert facts[True].distance == facts[False].distance == 0.0
+    assert bool(facts[True].autocast) == is_other
 
 
 def run(text: str) -> dict[str, Any]:
