@@ -45,7 +45,7 @@ def explain(task: RunTask, target: Target, report: Reporter, outputs: list[Tenso
     started = system.thread_time()
     with report.faults_of("instrumenting"):
         # In a format that is not accelerated, it saves time from the first slow call on.
-        ratio = HOPELESS_RATIO if report.run.judged_by_one_call else SLOW_RATIO
+        ratio = HOPELESS_RATIO if task.is_hopeless(report.so_far) else SLOW_RATIO
         emulation = Emulation(dict(task.slow), dict(task.crashed), measure_once=measure_once, slow_ratio=ratio)
         instrumented = instrument(task, target, report.send, emulation=emulation, outputs=outputs)
         add_explanation(Explained(task, target, report, outputs, started), instrumented)

@@ -191,7 +191,7 @@ def growing_scan(
                 result = added
                 yield result
 
-        if options.explain in (None, "recommended") and not options.explains_all and mode.is_forward:
+        if options.explain in (None, "recommended") and not options.explains_all:
             best, labels = recommended_run(advised(result)), set[str | None]()
             # A run on another backend is explained by one in eager mode.
             if best is not None:

@@ -193,13 +193,17 @@ class ModelTask:
 
     @property
     def hopeless_seconds(self) -> float:
-        """A longer call decides about the run: the hardware cannot make it faster. The memory of
-        longer steps of training is not measured.
-        """
+        """A longer call decides about the run: the hardware cannot make it faster."""
         if self.fp32_ms is None or self.accelerated:
             return math.inf
         first = self.fp32_setup + self.fp32_ms / 1e3
         return max(self.fp32_setup + HOPELESS_SECONDS, HOPELESS_RATIO * first)
+
+    def is_hopeless(self, so_far: RunSoFar) -> bool:
+        """Whether one call, or step, was long enough to decide about the run."""
+        if self.mode.is_forward:
+            return so_far.run.judged_by_one_call
+        return so_far.seconds > self.hopeless_seconds
 
     @property
     def progress(self) -> tuple[str, str]:
@@ -277,7 +281,7 @@ class RunTask(ModelTask):
 
     def is_too_slow(self, so_far: RunSoFar) -> bool:
         """Whether the model failed, or is too slow to be called again."""
-        return so_far.failed or so_far.run.judged_by_one_call or so_far.seconds > self.slow_seconds
+        return so_far.failed or self.is_hopeless(so_far) or so_far.seconds > self.slow_seconds
 
     def begun(self) -> RunSoFar:
         """What is known of the run before it starts."""

@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 from collections.abc import Iterator
 from types import MappingProxyType
+from typing import NamedTuple
 
 import msgspec
 from torch import Tensor
@@ -39,6 +40,15 @@ from lowprec_check.schema.verdict import ExceptionInfo
 from lowprec_check.schema.ways_to_train import WAYS, WayToTrain
 from lowprec_check.torchkit.compiled import compiled_frames
 from lowprec_check.torchkit.installation import extension_problem
+
+
+class _FirstWay(NamedTuple):
+    """What is explained of the first way to train."""
+
+    way: WayToTrain
+    outputs: list[Tensor] | None
+    """What its first step computed."""
+    passes_clearly: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,12 +97,15 @@ class Training(Mode):
 
     def run(self, task: RunTask, target: Target, report: Reporter) -> None:
         """Train in each way; a step of the first is explained op by op."""
-        outputs, way = self._trained(task, target, report)
+        first = self._trained(task, target, report)
+        if first.passes_clearly and task.measured and not task.explains_all:
+            task = dataclasses.replace(task, errors="none")
         if task.instrumented:
-            explain(dataclasses.replace(task, mode=dataclasses.replace(self, way=way)), target, report, outputs)
+            mode = dataclasses.replace(self, way=first.way)
+            explain(dataclasses.replace(task, mode=mode), target, report, first.outputs)
 
-    def _trained(self, task: RunTask, target: Target, report: Reporter) -> tuple[list[Tensor] | None, WayToTrain]:
-        """Train in each way. The first gives the status: what it computed, and how it trained."""
+    def _trained(self, task: RunTask, target: Target, report: Reporter) -> _FirstWay:
+        """Train in each way; the first gives the status."""
         reference = None
         if not task.saves_reference:
             reference = TrainingReference.load(task.files)
@@ -113,7 +126,7 @@ class Training(Mode):
             with report.faults_of("comparing the ways to train"):
                 part.compare_ways()
         outputs = part.outputs if compiled_frames() == frames else None  # compiled code rounds differently
-        return outputs, part.explained
+        return _FirstWay(part.explained, outputs, part.passes_clearly)
 
     @contextlib.contextmanager
     def explained(self, task: ModelTask, target: Target, options: Options) -> Iterator[tuple[Prepared, Options]]:

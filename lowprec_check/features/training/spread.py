@@ -113,6 +113,13 @@ class Interval(NamedTuple):
         half = _STUDENT[min(count - 1, max(_STUDENT))] * deviation * math.sqrt(1 + 1 / count) + margin
         return cls(mean - half, mean + half)
 
+    def narrowed(self, part: float) -> Interval:
+        """This part of it, around its middle; itself if it is open."""
+        middle, half = (self.low + self.high) / 2, part * (self.high - self.low) / 2
+        if not math.isfinite(half):
+            return self
+        return Interval(middle - half, middle + half)
+
 
 class Spread:
     """The limits that fp32 sets for low precision: by ``base``, and ``others`` from other seeds.
@@ -175,15 +182,17 @@ class Spread:
         intervals = [Interval.of(changes, 0.0) for changes in self._known]
         return [interval.low for interval in intervals], [interval.high for interval in intervals]
 
-    def divergence(self, run: Trajectory, roundoff: float, *, noisy: bool) -> Divergence | None:
-        """Where ``run`` leaves the limits for good; ``None`` if it is within them at the end.
+    def divergence(self, run: Trajectory, roundoff: float, *, noisy: bool, part: float = 1.0) -> Divergence | None:
+        """Where ``run`` leaves the limits for good, or a ``part`` of them; ``None`` if it is within
+        them at the end.
 
         The distance of weights is not judged if rounding is ``noisy``: right on average only.
         """
         forward = abs(run.losses[0] - self._base.losses[0])
 
         def of_loss(step: int) -> Interval:
-            return Interval.of(self._known[step], 2 * (forward + roundoff * abs(self._base.losses[step])))
+            margin = 2 * (forward + roundoff * abs(self._base.losses[step]))
+            return Interval.of(self._known[step], margin).narrowed(part)
 
         def of_moved(step: int) -> Interval:
             # Weights may move less, or further, than those of any fp32 run, within the tolerance,
@@ -195,12 +204,12 @@ class Spread:
                 high = math.inf
             else:
                 high = max(high, 1.0 + self._tolerance)
-            return Interval(min(low, 1.0 - self._tolerance), high)
+            return Interval(min(low, 1.0 - self._tolerance), high).narrowed(part)
 
         allowed = self.distance_limits
 
         def of_distance(step: int) -> Interval:
-            return Interval(-math.inf, max(BEYOND * allowed[step - 1], self._tolerance))
+            return Interval(-math.inf, part * max(BEYOND * allowed[step - 1], self._tolerance))
 
         losses = [loss - run.losses[0] for loss in run.losses[: len(self._base.losses)]]
         # Whichever leaves its limits first is reported.

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from lowprec_check.analysis.run_summary import CLEAR, passes_clearly
 from lowprec_check.core.messages import PartFailed, Reporter, Send
 from lowprec_check.core.preparation import in_fp32
 from lowprec_check.core.tasks import ModelTask
@@ -20,6 +21,7 @@ from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.training import make_optimizer
 from lowprec_check.errors import UsageError
+from lowprec_check.features.training.advice import FEW
 from lowprec_check.features.training.lost_updates import LostUpdateCounter, check_epsilon, lost_buffer_updates
 from lowprec_check.features.training.spread import Spread, Trajectory
 from lowprec_check.features.training.steps import (
@@ -38,6 +40,7 @@ from lowprec_check.features.training.training_reference import (
     TrainingReference,
     TrainingSteps,
     compare_gradients,
+    first_loss_under,
     first_step_under,
     in_training,
     suggested_scale,
@@ -109,16 +112,31 @@ class TrainingPart(TrainingSteps):
         self._add_verdict(run, trajectory.seconds)
         self._add(result, loop, watchers)
         self.explained = explained_way(way, result)
+        roundoff = self.ready.precision.format.roundoff
+        self.passes_clearly = passes_clearly(run) and not self._spread.divergence(
+            trajectory, roundoff, noisy=way.is_random, part=CLEAR
+        )
         if result.skipped_steps:
             self.outputs = None
 
     def compare_ways(self) -> None:
         """Train in the other ways, then with the suggested loss scale; look for a zero ``eps``."""
+        ways, usual = self._ways[1:], self._training.ways[0]
+        needs_scale = SUGGESTED.suits(self.ready.precision)
+        # Where the format is not accelerated, others matter only if the usual way fails; but for
+        # what shows its gradients, and a scale for those that it loses.
+        is_decided = usual.status == "ok" and self.task.is_hopeless(self.report.so_far)
+        if is_decided:
+            why = f"{self.ready.precision.format.short} is not accelerated here, and the usual way passes: --thorough"
+            self._report(untried={way.name: why for way in ways if way != PLAIN})
+            ways = [way for way in ways if way == PLAIN]
         # Together they may take as long as one way: a precision that is slow here is slow in each.
-        self._try_each(self._ways[1:], self._make(self.trained.values()))
+        self._try_each(ways, self._make(self.trained.values()))
+        if is_decided and not usual.skipped_steps:
+            needs_scale &= any(gradient.underflow >= FEW for gradient in self._training.gradients)
         ran = self._seconds <= self._limit and any(way.status != "error" for way in self._training.ways)
         has_closure = getattr(self.target.optimizer, "takes_closure", False)
-        if ran and SUGGESTED.suits(self.ready.precision) and not has_closure:
+        if ran and needs_scale and not has_closure:
             self._try_suggested_scale()
         self._snapshot.rewind()
         parameters = list(self.trained.values())
@@ -324,20 +342,23 @@ def _last(values: Sequence[float]) -> float | None:
 
 def with_draws_of(task: ModelTask, target: Target, reference: TrainingReference, send: Send) -> TrainingReference:
     """``reference`` with fp32's first step repeated with the random numbers that ``task`` draws."""
-    # Other dtypes draw other numbers from the same seed.
-    with in_training(task, target) as ready:
+    # Few models draw in the backward pass, which takes twice as long.
+    for record in (first_loss_under, first_step_under):
+        # Other dtypes draw other numbers from the same seed.
         recorder = RecordDraws()
-        try:
-            first_step_under(recorder, ready, target, task.seed)
-        except Exception:  # the run itself shows it
-            return reference
-    # If fp32 draws in other places, nothing of its first step is compared.
-    replay = ReplayDraws(recorder.draws)
-    with in_training(in_fp32(task), target) as ready:
-        try:
-            first_step = first_step_under(replay, ready, target, task.seed)
-            replay.check_all_drawn()
-        except DrawsDiffer as difference:
-            send(PartFailed(f"its first step cannot be compared, since fp32 draws other random numbers ({difference})"))
-            return dataclasses.replace(reference, outputs=[], gradients={})
-    return dataclasses.replace(reference, outputs=first_step.outputs, gradients=first_step.gradients)
+        with in_training(task, target) as ready:
+            try:
+                record(recorder, ready, target, task.seed)
+            except Exception:  # the run itself shows it
+                return reference
+        replay = ReplayDraws(recorder.draws)
+        with in_training(in_fp32(task), target) as ready:
+            try:
+                first_step = first_step_under(replay, ready, target, task.seed)
+                replay.check_all_drawn()
+                return dataclasses.replace(reference, outputs=first_step.outputs, gradients=first_step.gradients)
+            except DrawsDiffer as difference:
+                why = f"its first step cannot be compared, since fp32 draws other random numbers ({difference})"
+    # Nothing of it is compared.
+    send(PartFailed(why))
+    return dataclasses.replace(reference, outputs=[], gradients={})

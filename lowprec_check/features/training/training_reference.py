@@ -104,22 +104,36 @@ class FirstStep(NamedTuple):
     gradients: dict[str, Tensor]  # by the name of the parameter
 
 
-def first_step_under(mode: DispatchMode, ready: Prepared, target: Target, seed: int) -> FirstStep:
-    """The first step of ``ready`` in eager mode under ``mode``, without loss scaling."""
-    step = TrainingStep(target, ready, PLAIN, target.model)
-    watcher = FirstGradients({name: p for name, p in ready.model.named_parameters() if p.requires_grad})
-    # Before the update, which may change gradients
-    step.on_gradients = lambda: watcher.gradients(step)
+@contextlib.contextmanager
+def _first_step(ready: Prepared, target: Target, seed: int) -> Iterator[tuple[TrainingStep, Any, Any]]:
+    """The first step of ``ready`` in eager mode, without loss scaling, and its inputs; what it
+    changes is restored.
+    """
     snapshot = Snapshot(ready.model, target.rewound, parameters=True)
     seed_everything(seed)
-    inputs, named = ready.inputs(target.args, target.kwargs)
     try:
-        with compiled_code_in_eager(), mode:
-            result = call_model(step, inputs, named)
-        outputs = [tensor.cpu().clone() for tensor in output_tensors((result.output, result.loss))]
+        with compiled_code_in_eager():
+            yield TrainingStep(target, ready, PLAIN, target.model), *ready.inputs(target.args, target.kwargs)
     finally:
         snapshot.rewind()
+
+
+def first_step_under(mode: DispatchMode, ready: Prepared, target: Target, seed: int) -> FirstStep:
+    """The first step of ``ready`` under ``mode``."""
+    watcher = FirstGradients({name: p for name, p in ready.model.named_parameters() if p.requires_grad})
+    with _first_step(ready, target, seed) as (step, inputs, named):
+        # Before the update, which may change gradients
+        step.on_gradients = lambda: watcher.gradients(step)
+        with mode:
+            result = call_model(step, inputs, named)
+        outputs = [tensor.cpu().clone() for tensor in output_tensors((result.output, result.loss))]
     return FirstStep(outputs, watcher.found)
+
+
+def first_loss_under(mode: DispatchMode, ready: Prepared, target: Target, seed: int) -> None:
+    """Compute the loss of the first step of ``ready`` under ``mode``."""
+    with _first_step(ready, target, seed) as (step, inputs, named), mode:
+        call_model(step.forward, (inputs, named), {})
 
 
 class GradientComparison(NamedTuple):
@@ -313,6 +327,8 @@ class TrainingSteps:
         """The ways to train; the first is that of the run."""
         self.explained = self._ways[0]
         """The way of the step that is explained op by op."""
+        self.passes_clearly = False
+        """Whether it ends so far within its limits that nobody asks for the errors of ops."""
         self._measures_memory = False
         self.outputs: list[Tensor] | None = None
         """What the first step computed: its output, loss, gradients and weights, in this order."""
@@ -334,8 +350,7 @@ class TrainingSteps:
 
     def measure(self, *, memory: bool) -> None:
         """Send the time of the fastest step, and with ``memory`` the peak of one."""
-        is_hopeless = self.report.so_far.first_seconds > self.task.hopeless_seconds
-        self._measures_memory = memory and not (self.too_slow or is_hopeless)
+        self._measures_memory = memory and not (self.too_slow or self.task.is_hopeless(self.report.so_far))
         if not self.report.so_far.failed:
             self.report.add(latency_ms=self.report.so_far.seconds * 1e3)
             peak = self._peak(self._ways[0])
