@@ -524,6 +524,7 @@ DESCRIPTORS = [
 ]
 
 STREAMS = [
+    OddCall("--version", 141, "", own_process="gone"),
     OddCall("op dot", 141, "", own_process="gone"),
     OddCall("explain", 141, "", own_process="gone"),
     OddCall(f"scan model.py {HALF} --json o.json --report o.md", 141, "", own_process="gone", saves=("o.json", "o.md")),

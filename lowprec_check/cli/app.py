@@ -53,8 +53,25 @@ in their folders, and follow.
 """
 
 
+@contextlib.contextmanager
+def _broken_pipes_kept() -> Iterator[None]:
+    """Say why the command ends if the reader of its output has gone: click would forget it."""
+    try:
+        yield
+    except BrokenPipeError as error:
+        raise SystemExit(FINDINGS) from error
+
+
 class _ImportedOnUse(CommandGroup):
     """The commands; the help of all imports the module of none that :data:`COMMANDS` names."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        with _broken_pipes_kept():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _broken_pipes_kept():
+            return super().invoke(ctx)
 
     def list_commands(self, ctx: Any) -> list[str]:
         present = _modules_of_features()
