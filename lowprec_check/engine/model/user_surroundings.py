@@ -217,8 +217,8 @@ def replaced(place: Any, name: str, function: Any) -> Iterator[None]:
 
 def _give_to_dynamo(original: Any, function: Any) -> None:
     """Replace ``function`` by the ``original`` in Dynamo, which takes it for that of torch."""
-    for module in [module for path, module in sys.modules.items() if path.startswith("torch._dynamo")]:
-        for name in [name for name, value in vars(module).items() if value is function]:
+    for module in [module for path, module in list(sys.modules.items()) if path.startswith("torch._dynamo")]:
+        for name in [name for name, value in list(vars(module).items()) if value is function]:
             setattr(module, name, original)
 
 
