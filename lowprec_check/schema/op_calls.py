@@ -46,6 +46,10 @@ class Quantity(NamedTuple):
     """The field that is added to it."""
 
 
+FROM_INPUT = 0
+"""In :attr:`OpCall.reads`: an input of the model, which no op call wrote."""
+
+
 class OpCall(msgspec.Struct, gc=False):
     """One operator call. A field is ``None`` if it was not measured."""
 

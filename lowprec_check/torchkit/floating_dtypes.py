@@ -17,7 +17,8 @@ NARROW = frozenset(
 )
 """Floating dtypes narrower than fp32."""
 
-_WIDE_COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
+COMPLEX = {torch.float16: torch.complex32, torch.float32: torch.complex64, torch.float64: torch.complex128}
+"""The complex dtype with such parts; there is none with parts in bfloat16."""
 
 
 def rounding_of(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -62,7 +63,7 @@ def widened_dtype(dtype: torch.dtype, wide: torch.dtype) -> torch.dtype:
     if dtype in (torch.complex128, torch.float64):
         return dtype
     if dtype.is_complex:
-        return _WIDE_COMPLEX[wide]
+        return COMPLEX[wide]
     return wide if dtype.is_floating_point else dtype
 
 

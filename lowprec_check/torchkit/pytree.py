@@ -292,6 +292,20 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], Any], copies: Cop
     return _mapped(value, function, {} if copies is None else copies)
 
 
+def map_values(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Apply ``function`` to every tensor and dtype in an argument of an op, or in its result."""
+    if isinstance(value, (torch.Tensor, torch.dtype)):
+        return function(value)
+    if value is None or isinstance(value, (int, float)):
+        return value
+    if isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, float)):
+        mapped = [map_values(item, function) for item in value]
+        return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
+    if isinstance(value, dict):
+        return {key: map_values(item, function) for key, item in value.items()}
+    return value
+
+
 def refill(copies: Copies, function: Callable[[torch.Tensor], Any]) -> Copies:
     """Give objects what was written to their copies, with ``function`` of each tensor.
 

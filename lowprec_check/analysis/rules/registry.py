@@ -34,7 +34,7 @@ from lowprec_check.catalog.records import LOW, SHORT
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.axes import device_type
 from lowprec_check.schema.findings import ReportedCase
-from lowprec_check.schema.op_calls import OpCall, OpCalls
+from lowprec_check.schema.op_calls import FROM_INPUT, OpCall, OpCalls
 from lowprec_check.schema.registry import modules_in, modules_of_features
 from lowprec_check.schema.run_key import EAGER, RunKey
 from lowprec_check.schema.scan_result import Diagnostic, Gap, Run, ScanResult, Severity
@@ -42,9 +42,6 @@ from lowprec_check.schema.statements import Sentence, chained, plain
 
 NEAR = 12
 """Calls between two ops that belong together: a norm has seven, an attention ten."""
-
-FROM_INPUT = 0
-"""In :attr:`OpCall.reads`: an input of the model."""
 
 _CALLS = 4  # of a place that are looked at: a module in a loop is the same each time
 

@@ -31,9 +31,7 @@ from lowprec_check.analysis.statements.status import further_in
 from lowprec_check.schema.findings import RESCUES
 from lowprec_check.schema.measures import MATTERS
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.statements import Sentence, chained, fill, plain, say, say_if
-
-NAMED = 3  # modules that a sentence names
+from lowprec_check.schema.statements import NAMED, Sentence, chained, fill, plain, say, say_if
 
 # -- where the error of a run comes from: shares, which are derived to first order, and what was
 # tried, which proves or disproves them

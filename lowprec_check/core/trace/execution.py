@@ -23,7 +23,6 @@ from lowprec_check.core.trace.ops import (
     dtype_names,
     has_narrow_dtype,
     map_args,
-    map_values,
     outputs_of,
     tensors_in,
 )
@@ -36,6 +35,7 @@ from lowprec_check.schema.scan_result import Gap, GapKind, Layer
 from lowprec_check.torchkit.autograd import custom_function
 from lowprec_check.torchkit.devices import is_out_of_memory
 from lowprec_check.torchkit.floating_dtypes import NARROW, is_float, is_narrow, widened_dtype
+from lowprec_check.torchkit.pytree import map_values
 
 SLOW_RATIO = 8.0  # a kernel is slow if it takes more than this many times as long as fp32
 

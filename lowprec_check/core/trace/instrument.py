@@ -12,12 +12,11 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from lowprec_check.core.trace.data_flow import DataFlow
 from lowprec_check.core.trace.execution import Emulation
 from lowprec_check.core.trace.function_mode import BackwardFailures, FunctionRescue, SteppingCall
 from lowprec_check.core.trace.journal import Journal
 from lowprec_check.core.trace.lockstep import Lockstep
-from lowprec_check.core.trace.observers import End, MakeObserver, OpObserver, Pass, Returned, returned
+from lowprec_check.core.trace.observers import DataFlow, End, MakeObserver, OpObserver, Pass, Returned, returned
 from lowprec_check.core.trace.pending_figures import PendingFigures
 from lowprec_check.core.trace.places import Places
 from lowprec_check.core.trace.recorder import Recorder

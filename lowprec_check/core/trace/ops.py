@@ -13,6 +13,7 @@ from torch._ops import OpOverload
 from lowprec_check.schema.precisions import formats
 from lowprec_check.torchkit.floating_dtypes import NARROW, is_float, torch_dtype
 from lowprec_check.torchkit.op_kernels import is_explicit
+from lowprec_check.torchkit.pytree import map_values
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -162,20 +163,6 @@ def map_args(args: Args, kwargs: Kwargs, function: Callable[[Any], Any]) -> tupl
     """Apply ``function`` to every tensor and dtype among the arguments, also in lists."""
     mapped = tuple([map_values(value, function) for value in args])
     return mapped, {key: map_values(value, function) for key, value in kwargs.items()} if kwargs else {}
-
-
-def map_values(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply ``function`` to every tensor and dtype in one argument or result."""
-    if isinstance(value, (Tensor, torch.dtype)):
-        return function(value)
-    if value is None or isinstance(value, (int, float)):
-        return value
-    if isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, float)):
-        mapped = [map_values(item, function) for item in value]
-        return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
-    if isinstance(value, dict):
-        return {key: map_values(item, function) for key, item in value.items()}
-    return value
 
 
 def tensors_in(args: Args, kwargs: Kwargs) -> list[Tensor]:

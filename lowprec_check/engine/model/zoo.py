@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import importlib
 import inspect
 import json
@@ -134,14 +135,9 @@ def load_timm(name: str, inputs: tuple[str, ...] = ()) -> Target:
     torch.manual_seed(0)
     model = timm.create_model(name, pretrained=False).eval()
 
-    def make_batch(index: int) -> Any:
-        if inputs:
-            return parse_inputs(inputs, seed=index)
-        size = (getattr(model, "pretrained_cfg", None) or {}).get("input_size", (3, 224, 224))
-        return torch.randn(1, *size, generator=torch.Generator().manual_seed(index))
-
+    size = (getattr(model, "pretrained_cfg", None) or {}).get("input_size", (3, 224, 224))
     code = f"timm.create_model({name!r}, pretrained=False)"
-    return zoo_target(f"timm:{name}", model, make_batch, code, asked=bool(inputs))
+    return _target(f"timm:{name}", model, lambda generator: torch.randn(1, *size, generator=generator), inputs, code)
 
 
 # -- Models of transformers
@@ -193,7 +189,8 @@ def load_transformers(text: str, inputs: tuple[str, ...] = ()) -> Target:
         # The first of several; if there is only one, AutoModel finds it
         model_class = model_class[0] if isinstance(model_class, (list, tuple)) else None
     model, call = _random_model(transformers, model_class, config, f"transformers:{name}")
-    return _target(f"transformers:{text}", model, config, inputs, f"{call}({config_code})")
+    draw = functools.partial(inputs_of_config, model, config)
+    return _target(f"transformers:{text}", model, draw, inputs, f"{call}({config_code})")
 
 
 def load_folder(folder: str, inputs: tuple[str, ...] = (), *, stream: bool = False) -> Target:
@@ -252,7 +249,7 @@ def load_folder(folder: str, inputs: tuple[str, ...] = (), *, stream: bool = Fal
         model, call = _random_model(transformers, model_class, config, f"hf:{folder}")
         code = f"{call}(transformers.AutoConfig.from_pretrained({folder!r}))"
         notes = [f"{folder} has no weights: they are random"]
-    target = _target(f"hf:{folder}", model, config, inputs, code)
+    target = _target(f"hf:{folder}", model, functools.partial(inputs_of_config, model, config), inputs, code)
     return target._replace(notes=(*target.notes, *notes), weights="loaded" if has_weights else "random")
 
 
@@ -340,11 +337,13 @@ def _random_model(transformers: Any, model_class: Any, config: Any, what: str) -
     return call_user_code(f"Making {what}", lambda: make(config)).eval(), f"transformers.{name}"
 
 
-def _target(name: str, model: nn.Module, config: Any, inputs: tuple[str, ...], code: str) -> Target:
+def _target(
+    name: str, model: nn.Module, draw: Callable[[torch.Generator], Any], inputs: tuple[str, ...], code: str
+) -> Target:
     def make_batch(index: int) -> Any:
         if inputs:
             return parse_inputs(inputs, seed=index)
-        return inputs_of_config(model, config, torch.Generator().manual_seed(index))
+        return draw(torch.Generator().manual_seed(index))
 
     return zoo_target(name, model, make_batch, code, asked=bool(inputs))
 

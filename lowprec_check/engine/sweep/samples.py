@@ -18,7 +18,8 @@ from torch import Tensor
 
 from lowprec_check.engine.sweep.failures import COUNTS, POWERS, Features
 from lowprec_check.errors import UsageError, message_of
-from lowprec_check.torchkit.pytree import leaves
+from lowprec_check.torchkit.floating_dtypes import COMPLEX
+from lowprec_check.torchkit.pytree import leaves, map_values
 
 MAX_GENERATED = 256
 """Maximum number of samples taken from OpInfo; some operators have thousands."""
@@ -78,10 +79,9 @@ class Sample:
             tensor = value.detach().to(_target(value.dtype, wanted)).clone()
             return tensor.requires_grad_(grad and value.requires_grad)
 
-        return dataclasses.replace(self, args=_map(self.args, change), kwargs=_map(self.kwargs, change))
+        return dataclasses.replace(self, args=map_values(self.args, change), kwargs=map_values(self.kwargs, change))
 
 
-_COMPLEX = {torch.float16: torch.complex32, torch.float32: torch.complex64, torch.float64: torch.complex128}
 _FLOATING = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -90,21 +90,8 @@ def _target(dtype: torch.dtype, wanted: torch.dtype) -> torch.dtype:
     if dtype in _FLOATING or (wanted == torch.float64 and dtype.is_floating_point):
         return wanted
     if dtype in (torch.complex64, torch.complex32):
-        return _COMPLEX.get(wanted, dtype)
+        return COMPLEX.get(wanted, dtype)
     return dtype
-
-
-def _map(value: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(value, (Tensor, torch.dtype)):
-        return change(value)
-    if isinstance(value, (list, tuple)):
-        mapped = [_map(item, change) for item in value]
-        if hasattr(value, "_fields"):
-            return type(value)(*mapped)
-        return type(value)(mapped)
-    if isinstance(value, dict):
-        return {key: _map(item, change) for key, item in value.items()}
-    return value
 
 
 def seed_all(name: str) -> None:
@@ -194,7 +181,7 @@ def _grow(sample: Sample, factor: int, powers: bool) -> Sample:
             tiled = tiled * torch.linspace(0.75, 1.0, shape[-1], device=tensor.device, dtype=tiled.real.dtype)
         return tiled.requires_grad_(value.requires_grad)
 
-    return dataclasses.replace(sample, args=_map(sample.args, change), kwargs=_map(sample.kwargs, change))
+    return dataclasses.replace(sample, args=map_values(sample.args, change), kwargs=map_values(sample.kwargs, change))
 
 
 def features(sample: Sample, names: list[str], *, sizes: bool = True) -> Features:

@@ -25,7 +25,7 @@ from lowprec_check.catalog.predictable import ANY_AUTOCAST_DTYPE, CastPolicy, in
 from lowprec_check.catalog.versions import release_of
 from lowprec_check.core.trace.dispatched_call import DispatchedCall
 from lowprec_check.core.trace.execution import Retry
-from lowprec_check.core.trace.ops import has_narrow_dtype, map_args, map_values, tensors_in
+from lowprec_check.core.trace.ops import has_narrow_dtype, map_args, tensors_in
 from lowprec_check.errors import message_of
 from lowprec_check.features.prediction.kernel_support import DTYPES, KernelSupport
 from lowprec_check.schema.measures import PredictedDevice
@@ -34,6 +34,7 @@ from lowprec_check.torchkit.autocast_rules import aten_overload, noted
 from lowprec_check.torchkit.dispatch_mode import AutocastKeys, DispatchMode, is_observing, run_op
 from lowprec_check.torchkit.floating_dtypes import is_float, is_narrow
 from lowprec_check.torchkit.op_kernels import forget_kernels, replace_autocast_kernels, shared_kernel
+from lowprec_check.torchkit.pytree import map_values
 
 # -- Kernels as of the device
 
