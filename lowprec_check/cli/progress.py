@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from lowprec_check.cli.app import print_status
 from lowprec_check.process import system
@@ -74,30 +75,12 @@ def progress(quiet: bool) -> Iterator[Progress]:
     if quiet:
         yield Progress()
     elif sys.stderr.isatty():
-        from rich.console import Console, Group
-        from rich.live import Live
-        from rich.spinner import Spinner
-        from rich.text import Text
-
-        from lowprec_check.analysis.conclusion import without_early_times
-        from lowprec_check.report.blocks import Document
-        from lowprec_check.report.foreign_text import visible
-        from lowprec_check.report.layout.text import NARROWEST, text
-        from lowprec_check.report.runs_table import runs_table
-
-        console, spinner = Console(stderr=True), Spinner("dots")
-        with Live(spinner, console=console, transient=True) as live:  # the report has the rows too
-
-            def show(line: str) -> None:  # not a string: rich would take brackets for its markup
-                spinner.update(text=Text(visible(line)[: console.width - 4]))
-
-            def show_rows(result: ScanResult) -> None:
-                # Times so far were taken one after another, not in rounds: they would mislead.
-                document = Document(title="", blocks=[runs_table(without_early_times(result))])
-                rows = text(document, width=max(NARROWEST, console.width), color=True)
-                live.update(Group(Text.from_ansi(rows), spinner))
-
-            yield Progress(show, show_rows, lambda line: console.print(Text(visible(line))))
+        with contextlib.ExitStack() as stack:
+            # Imported with the first step, while the process of the scan imports torch.
+            shown = functools.cache(functools.partial(_live_display, stack))
+            yield Progress(
+                lambda line: shown().line(line), lambda result: shown().rows(result), lambda line: shown().kept(line)
+            )
     else:
         last = system.monotonic()
 
@@ -108,3 +91,39 @@ def progress(quiet: bool) -> Iterator[Progress]:
                 print_status(line)
 
         yield Progress(show_sometimes, keep=print_status)
+
+
+class _Display(NamedTuple):
+    """What shows something on a terminal, in place of what it showed before if it is not kept."""
+
+    line: Callable[[str], None]
+    rows: Callable[[ScanResult], None]
+    kept: Callable[[str], None]
+
+
+def _live_display(stack: contextlib.ExitStack) -> _Display:
+    """A display until ``stack`` is closed."""
+    from rich.console import Console, Group
+    from rich.live import Live
+    from rich.spinner import Spinner
+    from rich.text import Text
+
+    from lowprec_check.analysis.conclusion import without_early_times
+    from lowprec_check.report.blocks import Document
+    from lowprec_check.report.foreign_text import visible
+    from lowprec_check.report.layout.text import NARROWEST, text
+    from lowprec_check.report.runs_table import runs_table
+
+    console, spinner = Console(stderr=True), Spinner("dots")
+    live = stack.enter_context(Live(spinner, console=console, transient=True))  # the report has the rows too
+
+    def show_line(line: str) -> None:  # not a string: rich would take brackets for its markup
+        spinner.update(text=Text(visible(line)[: console.width - 4]))
+
+    def show_rows(result: ScanResult) -> None:
+        # Times so far were taken one after another, not in rounds: they would mislead.
+        document = Document(title="", blocks=[runs_table(without_early_times(result))])
+        rows = text(document, width=max(NARROWEST, console.width), color=True)
+        live.update(Group(Text.from_ansi(rows), spinner))
+
+    return _Display(show_line, show_rows, lambda line: console.print(Text(visible(line))))
