@@ -44,6 +44,8 @@ class Format:
     multiple_of: tuple[int, int] = (1, 1)
     """What ``in_features`` and ``out_features`` of a layer must be multiples of; other layers are
     left alone."""
+    misread: tuple[int, int] | None = None
+    """The shape of weights whose one scale the kernels of torchao take for that of a block."""
     contiguous: bool = False
     """Whether torchao refuses inputs of a layer that are not contiguous, such as ``x[:, 0]``."""
     smooths: bool = False
@@ -161,6 +163,7 @@ FORMATS = (
         devices=("cuda",),
         capability=(8, 9),
         multiple_of=(16, 16),
+        misread=(128, 128),
     ),
     Format(
         name="int4-weight-only",

@@ -126,7 +126,7 @@ class OfFormat(Quantizing):
         from lowprec_check.features.quantize import emulation
 
         form, device = self.form, device_type(key.device)
-        lines = _filter_lines(form, layers)
+        lines = _filter_lines(form, device, layers)
         imports = [
             "from torchao.quantization import quantize_",
             "from torchao.quantization.quant_api import _is_linear",
@@ -176,7 +176,7 @@ class OfFormat(Quantizing):
         return Code(imports=tuple(imports), before=tuple(lines))
 
 
-def _filter_lines(form: Format, layers: Sequence[str]) -> list[str]:
+def _filter_lines(form: Format, device: str, layers: Sequence[str]) -> list[str]:
     """A function ``is_quantized`` to paste."""
     # a weight that is computed or quantized already is no plain parameter
     conditions = ["_is_linear(module)", "type(module.weight) is torch.nn.Parameter"]
@@ -187,6 +187,9 @@ def _filter_lines(form: Format, layers: Sequence[str]) -> list[str]:
     for name, number in zip(("in_features", "out_features"), form.multiple_of, strict=True):
         if number > 1:
             conditions.append(f"module.{name} % {number} == 0")
+    if form.misread is not None and device in form.devices:
+        has_no_kernels = f"torch.cuda.get_device_capability() < {form.capability}"
+        conditions.append(f"(module.weight.shape != {form.misread} or {has_no_kernels})  # torchao fails on it")
     kept = kept_lines(layers)
     if kept:
         conditions.append("module not in map(model.get_submodule, kept)")

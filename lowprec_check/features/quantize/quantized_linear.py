@@ -129,6 +129,8 @@ def _why_left(module: nn.Linear, name: str, format: Format, *, emulated: bool) -
     if module.in_features % of_inputs or module.out_features % of_outputs:
         needed = f"multiples of {of_inputs} and {of_outputs}"
         return f"{module.in_features} → {module.out_features} features are not {needed}"
+    if not emulated and module.weight.shape == format.misread:
+        return "torchao fails on a weight of 128 × 128 with one scale"
     if format.smooths and not name:
         return "it is the model itself, and SmoothQuant replaces layers within one"
     return None

@@ -18,7 +18,7 @@ from lowprec_check.analysis.snippet import snippet
 from lowprec_check.features.quantize import layer_errors, libraries, report
 from lowprec_check.features.quantize.formats import FORMATS
 from lowprec_check.features.quantize.layer_errors import SquaredError
-from lowprec_check.features.quantize.quantized_linear import why_emulated
+from lowprec_check.features.quantize.quantized_linear import _why_left, why_emulated
 from lowprec_check.schema.axes import BACKENDS
 from lowprec_check.schema.measures import LayerError
 from lowprec_check.schema.run_key import RunKey
@@ -131,6 +131,21 @@ def test_layers_take_inputs_that_are_not_contiguous(name: str) -> None:
     error, _, layers = row(name, model, rows().t().contiguous().t())
     assert [layer.left for layer in layers] == [None, None]
     assert error == pytest.approx(row(name, model, rows())[0], rel=0.01)
+
+
+def test_weights_that_torchao_takes_for_blocks_are_left_alone() -> None:
+    from torchao.float8.inference import _is_128_128_scaled
+    from torchao.quantization import PerTensor
+    from torchao.quantization.quantize_.workflows import Float8Tensor
+
+    form = next(form for form in FORMATS if form.name == "fp8-dynamic-tensor")
+    values = Float8Tensor.from_hp(linear().weight.detach(), torch.float8_e4m3fn, PerTensor())
+    assert _is_128_128_scaled(values), "torchao is repaired: quantize these layers"
+    assert _why_left(linear(), "", form, emulated=False) == "torchao fails on a weight of 128 × 128 with one scale"
+    assert _why_left(nn.Linear(128, 256), "", form, emulated=False) is None
+    codes = [snippet(RunKey("bfloat16", form.name, device), info(linear(), rows()), "0") for device in ("cuda", "cpu")]
+    assert ["(module.weight.shape != (128, 128) or" in code for code in codes] == [True, False]
+    assert all(compile(code, "code", "exec") for code in codes)
 
 
 @pytest.mark.parametrize("kind", ["hook", "bias"])
