@@ -23,7 +23,7 @@ from lowprec_check import ScanResult, UsageError, scan
 from lowprec_check.core import launcher
 from lowprec_check.core.scan import RUNS_AGAIN
 from lowprec_check.process import Isolation
-from lowprec_check.torchkit.isolation import other_threads
+from lowprec_check.torchkit.isolation import isolated, other_threads
 
 HEAD = """
 import torch
@@ -485,3 +485,14 @@ def test_limits_and_figures_hold_where_a_file_stops_clocks_and_replaces_function
     assert (half.status, bfloat16.status) == ("ok", "timeout")
     assert half.complete
     assert all(run.latency is not None and 0 < run.latency.median_ms < 1e3 for run in (fp32, half))
+
+
+def test_threads_of_openmp_compute_in_a_fork() -> None:
+    """Without what is done at each fork, a third of these fail with "Invalid thread pool!"."""
+    before, values = torch.get_num_threads(), torch.ones(1 << 20, 4, dtype=torch.int64)
+    torch.set_num_threads(16)
+    try:
+        sums = [isolated(lambda: int(values.sum(1)[0]), "fork", int) for _ in range(25)]
+    finally:
+        torch.set_num_threads(before)
+    assert sums == [4] * 25

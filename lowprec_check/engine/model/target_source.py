@@ -268,6 +268,21 @@ def one_thread() -> Iterator[list[int]]:
         set_threads(asked[-1] if asked else before)
 
 
+def _renew_threads() -> None:
+    """In a fork, make torch's pool of threads anew, in one thread.
+
+    Once the number of threads was set, each thread of OpenMP sets it again when it first computes.
+    In a fork they find no pool if they do so at the same time ("Invalid thread pool!"): with 16
+    threads, a third of the forks fail, in torch 2.11 and in 2.13.
+    """
+    _set_threads(_get_threads())
+
+
+_set_threads, _get_threads = torch.set_num_threads, torch.get_num_threads  # a file may replace them
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_threads)
+
+
 @contextlib.contextmanager
 def cuda_asked_in_a_fork() -> Iterator[None]:
     """Let a fork answer what imported files ask about a GPU, as ``torch.utils._triton`` does."""
