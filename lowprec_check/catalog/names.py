@@ -236,6 +236,9 @@ def search(query: str, records: Mapping[str, OpRecord]) -> FoundOps:
         if similar:
             hint = f"Did you mean {', '.join(similar)}?"
         raise UsageError(f"The catalog has no operator {query!r}.", hint)
+    # Of several those that dispatch the overload that is named, if any does.
+    if name != _without_overload(name):
+        ops = [op for op in ops if name in records[op].aten] or ops
     return FoundOps([records[op] for op in sorted(ops, key=lambda op: (op != exact, len(op)))], dispatching)
 
 

@@ -10,7 +10,7 @@ import click
 
 from lowprec_check.cli.app import FINDINGS, app, print_status
 from lowprec_check.cli.options import OTHER_COMMANDS, Backends, Budget, Devices, Precisions, Quiet
-from lowprec_check.cli.parameters import Argument, Option
+from lowprec_check.cli.parameters import Argument, Option, files
 from lowprec_check.errors import Terminated, UsageError
 from lowprec_check.schema.axes import BACKENDS, device_of
 from lowprec_check.schema.precisions import PRECISIONS
@@ -30,18 +30,19 @@ FromFile = Annotated[
     ),
 ]
 ScanOptions = Annotated[
-    str, Option("--scan-options", help='More options for each scan, e.g. "--seed 1 --errors none".')
+    str, Option("--scan-options", metavar="TEXT", help='More options for each scan, e.g. "--seed 1 --errors none".')
 ]
 Engine = Annotated[
     str | None,
-    Option(help="Run the scans on a dask cluster, dask://HOST:PORT (extra cluster); dask alone: locally."),
+    Option(metavar="ADDRESS", help="Run the scans on dask (extra cluster): dask://HOST:PORT; dask alone: locally."),
 ]
 
 
 @app.command()
 def compat(
     targets: Annotated[
-        list[str] | None, Argument(metavar="[TARGET]...", help="Models to scan, written as for scan.")
+        list[str] | None,
+        Argument(metavar="[TARGET]...", help="Models to scan, written as for scan.", shell_complete=files),
     ] = None,
     from_file: FromFile = None,
     report: Annotated[Path, Option("--report", "-o", metavar="FOLDER", help="Folder for the report.")] = Path(

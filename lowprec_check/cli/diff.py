@@ -45,6 +45,7 @@ def diff(
         Option(
             "--format",
             "-f",
+            names=diff_formats,
             help=f"{choices(diff_formats())}. Default: by the suffix of FILE; without --report, text.",
         ),
     ] = None,

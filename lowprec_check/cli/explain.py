@@ -12,7 +12,7 @@ from lowprec_check.errors import UsageError
 def _codes() -> list[str]:
     from lowprec_check.analysis.rules.registry import rules
 
-    return list(rules())
+    return [*rules(), *(rule.name for rule in rules().values())]
 
 
 @app.command()
@@ -30,12 +30,15 @@ def explain(
     from lowprec_check.analysis.rules.registry import rules
     from lowprec_check.report.answers import list_document
     from lowprec_check.report.manual import render_page
+    from lowprec_check.schema.registry import nearest
 
     if code is None:
         print_text(list_document(rules().values()))
         return
-    by_name = (rule for rule in rules().values() if rule.name == code.lower())
-    rule = rules().get(code.upper()) or next(by_name, None)
+    by_name = {rule.name: rule for rule in rules().values()}
+    rule = rules().get(code.upper()) or by_name.get(code.lower())
     if rule is None:
-        raise UsageError(f"Unknown diagnostic code {code!r}.", f"Choose from {', '.join(sorted(rules()))}.")
+        near = nearest(code, by_name)
+        hint = f"Did you mean {near}?" if near else f"Choose from {', '.join(sorted(rules()))}."
+        raise UsageError(f"Unknown diagnostic code {code!r}.", hint)
     print(render_page(rule, screen_size()["width"]))

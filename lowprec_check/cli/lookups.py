@@ -24,7 +24,7 @@ def op(
     device: Annotated[str | None, Option(help=f"Device: {choices(catalogued())}. Default: all.")] = None,
     torch: Annotated[
         str | None,
-        Option(help="Torch release, e.g. 2.8. Default: the installed one, then the newest in the catalog."),
+        Option(metavar="X.Y", help="Torch release. Default: the installed one, then the newest in the catalog."),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -59,7 +59,7 @@ def diff(
 def gaps(
     device: OneDevice = "cpu",
     dtype: Annotated[str, Option(help="half or bfloat16.")] = "half",
-    torch: Annotated[str | None, Option(help="Torch release, e.g. 2.8. Default: the newest in the catalog.")] = None,
+    torch: Annotated[str | None, Option(metavar="X.Y", help="Torch release. Default: the newest it has.")] = None,
     json: Json = False,
 ) -> None:
     """List the operators that run in fp32 but fail, always or sometimes, in a lower precision."""

@@ -64,7 +64,7 @@ def main() -> None:
 def _report(error: BaseException) -> int:
     """Print what ended the command, and return the exit code."""
     if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):
-        error = error.__context__  # the parser turns it into exit code 1, which means findings
+        error = error.__context__  # exit code 1 means findings
     # How the user, or a signal, ended it.
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
         return INTERRUPTED
@@ -81,14 +81,14 @@ def _report(error: BaseException) -> int:
     if (wrong := usage_error_of(error)) is not None:
         print_error(wrong)
         return USAGE_ERROR
-    if hasattr(error, "show") and hasattr(error, "exit_code"):  # a usage error that the parser found
+    if isinstance(error, click.ClickException):  # a usage error that the parser found
+        if isinstance(error, click.NoSuchOption) and error.option_name in _REPLACED:
+            wanted, replaced_by = error.option_name, _REPLACED[error.option_name]
+            error = click.NoSuchOption(wanted, f"No such option {wanted}. Use {replaced_by}.", ctx=error.ctx)
         text = io.StringIO()
         error.show(text)
         print_status(text.getvalue())
-        replaced_by = _REPLACED.get(getattr(error, "option_name", ""))
-        if replaced_by is not None:
-            print_status(f"Use {replaced_by}.")
-        return int(error.exit_code)
+        return error.exit_code
     # What is left is not the user's: it has exit code 3.
     if not isinstance(error, Exception):
         raise error

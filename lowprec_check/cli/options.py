@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import click
 
 from lowprec_check import process
-from lowprec_check.cli.parameters import Argument, Command, Option
+from lowprec_check.cli.parameters import Argument, Command, Option, files
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.options import (
     FORMS,
@@ -237,7 +237,7 @@ Backends = Annotated[list[str] | None, _declared(ScanOptions, "backends")]
 Budget = Annotated[float | None, _declared(ScanOptions, "budget", ", as in scan")]
 Devices = Annotated[list[str] | None, _declared(ScanOptions, "device", "; repeatable, one row per device")]
 Device = Annotated[str | None, _declared(PlanOptions, "device", "")]
-Target = Annotated[str, Argument(metavar="TARGET", help=f"Model: {FORMS}.")]
+Target = Annotated[str, Argument(metavar="TARGET", help=f"Model: {FORMS}.", shell_complete=files)]
 Inputs = Annotated[
     list[str] | None,
     grouped(

@@ -19,6 +19,10 @@ REQUIRED = inspect.Parameter.empty
 """The default of a parameter that must be given."""
 
 
+_METAVARS = {str: "NAME", int: "N", float: "SECONDS"}
+"""What the help shows in place of a value, if the option does not say."""
+
+
 class Option:
     """An option, but for its type and default value; ``more`` is for :class:`click.Option`."""
 
@@ -32,7 +36,9 @@ class Option:
         **more: Any,
     ) -> None:
         """``group``: the heading in the help; ``names``: what a shell completes."""
-        self.flags, self.help, self.group, self.least, self.names, self.more = flags, help, group, least, names, more
+        self.flags, self.help, self.group, self.least, self.more = flags, help, group, least, more
+        if names is not None:
+            more["shell_complete"] = _completing(names)
 
     def parameter(self, name: str, kind: Any, default: Any) -> click.Parameter:
         """The option ``name`` of a command."""
@@ -41,10 +47,9 @@ class Option:
         typed: dict[str, Any] = {"type": _click_type(value_kind, self.least), "multiple": several}
         if value_kind is bool:
             typed = {"is_flag": True}
-        if self.names is not None:
-            typed["shell_complete"] = _completing(self.names)
+        typed["metavar"] = self.more.get("metavar") or _METAVARS.get(value_kind)
         is_shown = default not in (None, "") and value_kind is not bool
-        made = _Option([name, *flags], default=default, show_default=is_shown, help=self.help, **typed, **self.more)
+        made = _Option([name, *flags], default=default, show_default=is_shown, help=self.help, **(self.more | typed))
         made.group = self.group
         return made
 
@@ -56,8 +61,6 @@ class Argument(Option):
         """The argument ``name`` of a command."""
         value_kind, several = _kinds(kind)
         typed: dict[str, Any] = {"type": _click_type(value_kind, self.least), "nargs": -1 if several else 1}
-        if self.names is not None:
-            typed["shell_complete"] = _completing(self.names)
         made = _Argument([name], required=default is REQUIRED, **typed, **self.more)
         made.text = self.help
         return made
@@ -104,6 +107,7 @@ class CommandGroup(click.Group):
                 params=parameters,
                 callback=_called_with_lists(function, context_name),
                 help=inspect.getdoc(function),
+                short_help=" ".join((inspect.getdoc(function) or "").split()),  # else click cuts it
             )
             self.add_command(made)
             return function
@@ -153,9 +157,14 @@ def _click_type(kind: Any, least: float | None) -> Any:
         return click.Path(path_type=Path)
     if least is None:
         return kind
-    if kind is int:
-        return click.IntRange(min=int(least))
-    return click.FloatRange(min=least)
+    number = click.IntRange(min=int(least)) if kind is int else click.FloatRange(min=least)
+    number.name = "integer" if kind is int else "number"  # messages would have "integer range"
+    return number
+
+
+def files(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """What a shell completes: names of files."""
+    return [CompletionItem(incomplete, type="file")]
 
 
 def _completing(names: Callable[[], Iterable[str]]) -> Callable[..., list[CompletionItem]]:

@@ -54,6 +54,7 @@ def report(
         Option(
             "--format",
             "-f",
+            names=FORMATS.names,
             help=f"{choices(FORMATS.names())}. Default: by the suffix of FILE; else text.",
         ),
     ] = None,

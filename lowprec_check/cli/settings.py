@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowprec_check.errors import UsageError, message_of
+import click
+
+from lowprec_check.errors import UsageError
 from lowprec_check.process.interpreter import current_folder
 
 TABLE = "tool.lowprec-check"
@@ -133,8 +135,8 @@ def _problem(option: Any, value: Any, context: Any) -> str | None:
     # The option itself says what it accepts, as for a value on the command line.
     try:
         option.process_value(context, _texts(option, value))
-    except Exception as error:  # of a class that the parser keeps to itself
-        return str(getattr(error, "message", message_of(error)))
+    except click.UsageError as error:
+        return error.message
     return None
 
 

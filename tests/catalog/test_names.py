@@ -135,6 +135,19 @@ def test_an_aten_op_finds_the_operators_that_dispatch_it(query: str, among: str)
     )
 
 
+@pytest.mark.parametrize(
+    ("query", "named"),
+    [
+        ("max.dim", {"max.reduction_with_dim"}),
+        ("torch.ops.aten.std.correction", {"std", "std.unbiased"}),
+        ("max", {"max.binary", "max.reduction_no_dim", "max.reduction_with_dim"}),
+        ("max.dim_max", {"max.binary", "max.reduction_no_dim", "max.reduction_with_dim"}),
+    ],
+)
+def test_an_overload_finds_those_that_dispatch_it(query: str, named: set[str]) -> None:
+    assert set(ops(query)) == named
+
+
 def test_every_alias_in_torch_is_found() -> None:
     from torch.testing._internal.common_methods_invocations import op_db  # imports for seconds
 

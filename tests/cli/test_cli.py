@@ -135,6 +135,7 @@ def test_explain_knows_every_code(call: Call) -> None:
         assert rule.summary.endswith(".")
         assert f"{code}  {rule.name} " in listed
     assert call("explain", "LP999").returncode == 2
+    assert "Did you mean missing-kernel?" in call("explain", "missing-kernl").stderr
 
 
 def test_env_shows_the_machine(call: Call) -> None:
@@ -356,6 +357,21 @@ def test_arguments_in_messages(arguments: tuple[str, ...], call: Call) -> None:
     assert done.returncode == 2
     assert "pwned" in done.stderr
     assert not set("\x1b\x07\u202e") & set(done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("scan", "m.py", "--output", "x"), "No such option --output. Use --report."),
+        (("plan", "m.py", "--budget", "3"), "No such option --budget. Use --search-seconds."),
+        (("scan", "m.py", "--steps", "x"), "'x' is not a valid integer."),
+        (("scan", "m.py", "--budget", "x"), "'x' is not a valid number."),
+    ],
+)
+def test_what_is_wrong_with_an_option(arguments: tuple[str, ...], message: str, call: Call) -> None:
+    done = call(*arguments)
+    assert (done.returncode, done.stderr.rstrip().removesuffix(message)[-1:]) == (2, " "), done.stderr
+    assert "Did you mean" not in done.stderr
 
 
 def test_a_bug_is_a_sentence_and_a_file(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import click
 import pytest
 from conftest import Call
 
@@ -175,6 +176,7 @@ def test_details_are_in_the_whole_help_only(narrow: Callable[..., str]) -> None:
         ("lowprec-check scan model.py -p auto", ["autocast-bf16", "autocast-fp16"]),
         ("lowprec-check scan model.py --device x", ["xpu"]),
         ("lowprec-check explain LP10", ["LP101", "LP102"]),
+        ("lowprec-check report scan.json --format ju", ["junit"]),
     ],
 )
 def test_completion_in_bash(line: str, expected: list[str]) -> None:
@@ -185,6 +187,13 @@ def test_completion_in_bash(line: str, expected: list[str]) -> None:
         [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, check=False
     )
     assert {f"plain,{word}" for word in expected} <= set(done.stdout.split()), done.stderr
+
+
+@pytest.mark.parametrize("command", ["scan", "compat", "report"])
+def test_completion_of_files_is_left_to_the_shell(command: str) -> None:
+    context = click.Context(app)
+    arguments = [part for part in app.get_command(context, command).params if part.param_type_name == "argument"]
+    assert [item.type for item in arguments[0].shell_complete(context, "my")] == ["file"]
 
 
 def test_a_key_of_the_table_applies_where_its_value_is_accepted(project: Callable[[str], Path], call: Call) -> None:
