@@ -158,9 +158,12 @@ class OfFormat(Quantizing):
         if form.is_passed_by:
             lines.append("torch.backends.mha.set_fastpath_enabled(False)  # it reads weights past the layers")
         if form.contiguous:
-            hook = "lambda module, args: tuple(tensor.contiguous() for tensor in args)"
+            imports.append("from torch.utils._pytree import tree_map_only")
+            lines += ["def contiguous(module, args, kwargs):"]
+            lines += ["    return tree_map_only(torch.Tensor, torch.Tensor.contiguous, (args, kwargs))"]
             lines += ["for name, module in model.named_modules():", "    if is_quantized(module, name):"]
-            lines += [f"        module.register_forward_pre_hook({hook})  # torchao takes no others"]
+            hook = "module.register_forward_pre_hook(contiguous, with_kwargs=True)"
+            lines += [f"        {hook}  # torchao takes no others"]
         if device not in form.devices:
             lines += [f"# emulated; {form.needs()}: {quantized[0]}", *emulated]
         elif form.can_be_emulated:

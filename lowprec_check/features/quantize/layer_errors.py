@@ -108,14 +108,16 @@ def linear_errors(model: nn.Module, quantized: QuantizedLinear, calibration: Cal
         expected = defaultdict[str, list[Tensor]](list)
 
         def compare_alone(name: str, args: Any, kwargs: Any, output: Any, expected: Any = expected) -> None:
+            output = _first_tensor(output)
             expected[name].append(output.to("cpu", copy=True))  # of all layers, a device may hold too few
-            activations[name].add(next(iter((*args, *kwargs.values()))))
+            activations[name].add(_first_tensor((args, kwargs)))
             value = torch.full_like(output, math.nan)
             with contextlib.suppress(Exception):
-                value = quantized.model.get_submodule(name)(*args, **kwargs)
+                value = _first_tensor(quantized.model.get_submodule(name)(*args, **kwargs))
             local[name].add(value, output)
 
         def compare(name: str, _: Any, __: Any, output: Any, expected: Any = expected) -> None:
+            output = _first_tensor(output)
             # A model whose control flow depends on values may call a layer otherwise.
             if expected[name] and expected[name][0].shape == output.shape:
                 accumulated[name].add(output, expected[name].pop(0).to(output.device))
@@ -147,6 +149,11 @@ def linear_errors(model: nn.Module, quantized: QuantizedLinear, calibration: Cal
         elif why is not None:
             errors.append(LayerError(module=name, op="linear", left=why))
     return errors
+
+
+def _first_tensor(value: Any) -> Tensor:
+    """The tensor that a layer takes, or returns; one with a forward of its own may have others."""
+    return next(tensor for _, tensor in leaves(value))
 
 
 def _call_watched(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from lowprec_check.errors import UsageError
 from lowprec_check.features.quantize import emulation
@@ -83,7 +84,7 @@ def quantize_linear(
             torchao.quantize_(quantized, config, is_taken)
             if format.contiguous:
                 for module in taken:
-                    module.register_forward_pre_hook(lambda _, args: tuple(map(Tensor.contiguous, args)))
+                    module.register_forward_pre_hook(_contiguous, with_kwargs=True)
         if None not in layers.values() and not keep:
             raise nothing_to_quantize(model, format.name, "linear layers", filter(None, layers.values()))
         if emulated is not None or not compiles:
@@ -92,6 +93,11 @@ def quantize_linear(
 
         inductor.freezing = format.freezes and device == "cpu"
         return QuantizedLinear(quantized, torch.compile(quantized), None, layers)
+
+
+def _contiguous(_: nn.Module, args: Any, kwargs: Any) -> Any:
+    """The arguments of a layer with contiguous tensors. One with a forward of its own takes any."""
+    return tree_map_only(Tensor, Tensor.contiguous, (args, kwargs))
 
 
 def why_emulated(format: Format, device: str) -> str | None:

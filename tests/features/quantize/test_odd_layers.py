@@ -133,6 +133,32 @@ def test_layers_take_inputs_that_are_not_contiguous(name: str) -> None:
     assert error == pytest.approx(row(name, model, rows())[0], rel=0.01)
 
 
+class Scaled(nn.Linear):
+    """Takes a number beside its input, and returns a tuple."""
+
+    def forward(self, scale: float, input: Tensor) -> tuple[Tensor]:  # type: ignore[override]
+        return (scale * super().forward(input),)
+
+
+class Scaling(nn.Module):
+    """Calls such a layer by keyword, on an input that is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = Scaled(128, 128), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.layer(0.5, input=x.t().contiguous().t())[0])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "int8-weight-only"])
+def test_layers_take_and_return_other_things_than_a_tensor(name: str) -> None:
+    torch.manual_seed(0)
+    error, _, layers = row(name, Scaling().eval(), rows())
+    assert 0 < error < 0.3
+    assert [(layer.left, layer.local is not None) for layer in layers] == [(None, True)] * 2
+
+
 def test_weights_that_torchao_takes_for_blocks_are_left_alone() -> None:
     from torchao.float8.inference import _is_128_128_scaled
     from torchao.quantization import PerTensor
