@@ -250,6 +250,14 @@ def _uncovered(
 JUMP = 4  # times the error of the inputs
 
 
+# What decides, where nothing was tried, by the part of a training step.
+_NOT_TRIED = {
+    "forward": "not tried: the inputs of this op in fp32",
+    "backward": "not tried: the inputs of the op of the forward pass in fp32",
+    "optimizer": "not tried: the modules in fp32 whose gradients it reads",
+}
+
+
 @rule("LP303", "error-amplifier", "warning")
 def error_amplifier(result: ScanResult) -> Iterator[Finding]:
     """The op magnifies the error of its inputs.
@@ -298,7 +306,8 @@ def error_amplifier(result: ScanResult) -> Iterator[Finding]:
                 grows = "this op magnifies the rounding of what it reads to a relative error of {after:error}"
                 message = say(grows, after=after)
             tried = keep_inputs(run) or keep_in_fp32(run, result, row.module) if row.is_forward else None
-            finding = place_finding(result, run, row, count, message)._replace(help=tried)
+            advice = tried or _NOT_TRIED[row.phase or "forward"]
+            finding = place_finding(result, run, row, count, message)._replace(help=advice)
             # It adds little itself: what counts is the share of all that it may have magnified.
             share = relevance.shares_up_to.get(row.place)
             if relevance.known != "explained":
