@@ -44,7 +44,7 @@ def diff_document(diff: ScanDiff) -> Document:
         speeds = (speed_of(1 / time) if time else None for time in (pair.old_time, pair.new_time))
         memory = _arrow("ratio", pair.old_memory, pair.new_memory)
         rows.append(Row([pair.run, status, error, _arrow("speed", *speeds), memory]))
-    runs = Table([Column(name) for name in ("run", "status", "error", "speed", "memory")], rows, "runs")
+    runs = Table([Column(name) for name in ("run", "status", "error on own inputs", "speed", "memory")], rows, "runs")
     return Document(title, [*blocks, Heading("All runs, old → new", anchor="runs"), runs], diff.new.tool)
 
 

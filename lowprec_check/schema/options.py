@@ -153,8 +153,8 @@ def _check_value(name: str, kind: Any, value: Any, declared: Declared) -> None:
         if not fits or (above is not None and not value > above) or (least is not None and not value >= least):
             limit = f"of at least {least:g}" if above is None else f"above {above:g}"
             raise UsageError(f"{name} is {value!r}.", f"Give {'an integer' if is_whole else 'a number'} {limit}.")
-    elif kind is int and not isinstance(value, int):
-        raise UsageError(f"{name} is {value!r}.", "Give an integer.")
+    elif kind is int and (not isinstance(value, int) or abs(value) >= 2**63):
+        raise UsageError(f"{name} is {value!r}.", "Give an integer of 64 bits.")
     elif str in kinds and not isinstance(value, str):
         raise UsageError(f"{name} is {value!r}.", "Give a string.")
 

@@ -27,6 +27,7 @@ INPUTS = torch.ones(4, 3)
         ({"tolerance": -1}, "tolerance is -1.\nGive a number of at least 0"),
         ({"seed": None}, "seed is None"),
         ({"seed": "0"}, "seed is '0'"),
+        ({"seed": 2**63}, "seed is 9223372036854775808"),
         ({"batches": None}, "batches is None.\nGive an integer of at least 1"),
         ({"torch_version": 2.13}, "torch_version is 2.13.\nGive a string"),
         ({"device": torch.device("meta")}, "Unknown device 'meta'"),
