@@ -7,7 +7,7 @@ import logging
 import sys
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -97,6 +97,24 @@ def forget_compiled() -> None:
     # Only if anything was compiled: where there is a GPU, a reset imports inductor (seconds).
     if dynamo is not None and hasattr(dynamo, "reset") and dynamo.utils.counters["frames"]:
         dynamo.reset()
+
+
+def restorer_of_settings() -> Callable[[], None]:
+    """Restores what backends set in the whole process: attention's fast path, and freezing."""
+
+    def freezing() -> tuple[Any, bool]:
+        config: Any = sys.modules.get("torch._inductor.config")
+        return config, config is not None and config.freezing
+
+    fast, (_, frozen) = torch.backends.mha.get_fastpath_enabled(), freezing()
+
+    def restore() -> None:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        config, now = freezing()
+        if now != frozen:
+            config.freezing = frozen
+
+    return restore
 
 
 def check_in_eval_mode(model: torch.nn.Module, way: str) -> None:

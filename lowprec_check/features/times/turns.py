@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
@@ -24,7 +24,7 @@ from lowprec_check.features.times.event_times import EventCalls, has_events
 from lowprec_check.features.times.rounds import LONG_SECONDS, NextTurn, RoundSchedule, TurnFailed, Turns, TurnTimed
 from lowprec_check.process import system
 from lowprec_check.schema.run_key import EAGER
-from lowprec_check.torchkit.compiled import compiled_frames
+from lowprec_check.torchkit.compiled import compiled_frames, restorer_of_settings
 from lowprec_check.torchkit.devices import free_memory, seed_everything
 
 # -- What disturbs times: threads that wait for a core, a processor that changes its speed
@@ -260,8 +260,11 @@ class TimeTask(ModelTask):
         snapshot = Snapshot(target.model, target.rewound, parameters=changes_parameters)
         made: dict[int, OnBackend] = {}
         keeps = copies_fit(self.runs, target.model)
+        # What a backend sets for the process counts in its own turns only.
+        at_first, settings = restorer_of_settings(), dict[int, Callable[[], None]]()
         for row in schedule:
             run = self.runs[row]
+            settings.get(row, at_first)()
             turn: TurnTimed | TurnFailed
             try:
                 started = system.monotonic()
@@ -279,9 +282,11 @@ class TimeTask(ModelTask):
                     # Preparing takes at most twice as long as what it is for.
                     least = min(LONG_SECONDS, (system.monotonic() - started) / 2)
                     turn = calls.turn(row, schedule.number, on_one_core=schedule.is_disturbed, least=least)
+                settings[row] = restorer_of_settings()
             except BaseException as error:
                 reraise_interrupt(error)
                 turn = TurnFailed(row, failure_of(error))
+            at_first()
             schedule.note(turn)
             send(TaskAnswer.of(turn))
 

@@ -342,6 +342,48 @@ def test_in_one_process_a_backend_prepares_once_for_all_rounds_if_copies_fit(
         assert Copies.prepared - before >= rounds_timed
 
 
+class Setting(Copies):
+    """Sets something for the whole process."""
+
+    name = "setting"
+
+    def prepare(self, model: Any, example: Any) -> Any:
+        torch.backends.mha.set_fastpath_enabled(False)
+        return super().prepare(model, example)
+
+
+class Asks(nn.Linear):
+    """Writes what is set to a file, which is not rewound."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(8, 8)
+        self.path = path
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.path.open("a", encoding="ascii") as file:
+            file.write(f"{x.dtype} {torch.backends.mha.get_fastpath_enabled()}\n")
+        return super().forward(x)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_in_one_process_a_setting_of_a_backend_counts_in_its_own_turns_only(register: Register, tmp_path: Path) -> None:
+    register(Setting())
+    path = tmp_path / "set"
+    source = TargetSource(make_target(Asks(path), torch.randn(4, 8)))
+    options = ScanOptions(errors="none", further_inputs=0)
+    try:
+        with open_runs(source, options, Machine(environment={"device": "cpu"}), "none") as target_runs:
+            target_runs.reference()
+            run = target_runs.run("bfloat16", "setting", instrumented=False)
+            torch.backends.mha.set_fastpath_enabled(True)
+            path.unlink()
+            target_runs.time([run])
+        assert torch.backends.mha.get_fastpath_enabled()
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+    assert set(path.read_text(encoding="ascii").splitlines()) == {"torch.float32 True", "torch.bfloat16 False"}
+
+
 class Grows(nn.Module):
     """Keeps what it was called with: a model that survives few calls in a row."""
 
