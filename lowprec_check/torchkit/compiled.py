@@ -101,20 +101,21 @@ def forget_compiled() -> None:
 
 def restorer_of_settings() -> Callable[[], None]:
     """Restores what backends set in the whole process: attention's fast path, and freezing."""
-
-    def freezing() -> tuple[Any, bool]:
-        config: Any = sys.modules.get("torch._inductor.config")
-        return config, config is not None and config.freezing
-
-    fast, (_, frozen) = torch.backends.mha.get_fastpath_enabled(), freezing()
+    fast, frozen = torch.backends.mha.get_fastpath_enabled(), _freezes()
 
     def restore() -> None:
         torch.backends.mha.set_fastpath_enabled(fast)
-        config, now = freezing()
-        if now != frozen:
+        if _freezes() != frozen:
+            config: Any = sys.modules["torch._inductor.config"]
             config.freezing = frozen
 
     return restore
+
+
+def _freezes() -> bool:
+    """Whether inductor takes weights for constants."""
+    config: Any = sys.modules.get("torch._inductor.config")
+    return config is not None and config.freezing
 
 
 def check_in_eval_mode(model: torch.nn.Module, way: str) -> None:
