@@ -54,14 +54,15 @@ SCANS: dict[str, tuple[str, ...]] = {
 """The target and options of each scan, by name; ``--device`` is added where it is not given."""
 
 TIMES = {"latency_ms", "latency", "time_ms", "reference_ms", "speedup", "seconds", "setup_seconds"}
-TIMES |= {"timing_conditions", "tool", "process_memory_bytes", "peak_memory_bytes"}
+TIMES |= {"timing_conditions", "tool", "process_memory_bytes", "peak_memory_bytes", "one_call_ratio"}
 TIMES |= {"measured"}  # as many shares of modules are tried as there is time for
-MEASURED = re.compile(r"\d[\d.,]*(?= (?:ms|s|times slower|times as fast)\b)")
+MEASURED = re.compile(r"\d[\d.,]*(?: – \d[\d.,]*)?(?= (?:ms|s|times slower|times as (?:fast|long))\b)")
 ATTEMPTS = 4
 
 REMOVED: dict[str, str] = {
     "options.scale_weights": "weights of models by name are scaled where their output vanishes",
     "*.disproof": "no report shows it",
+    "what_if": "it was empty",
 }
 """Pattern of a key's path that only OLD has: the reason."""
 

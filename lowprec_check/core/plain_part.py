@@ -336,7 +336,9 @@ def _fingerprint(model: nn.Module) -> int:
             checksum = hash((checksum, int(values.sum())))
             continue
         if storage.nbytes() > MANY_BYTES:
-            in_lines = storage.nbytes() // (8 * LINE) * (8 * LINE)
+            # As the lines are odd in number, signs of float64 do not cancel if all turn.
+            count = storage.nbytes() // (8 * LINE)
+            in_lines = (count - 1 | 1) * 8 * LINE
             lines = values[:in_lines].view(torch.int64).view(-1, LINE)
             checksum = _checksum(lines.sum(1), checksum)
             checksum = _checksum(lines.sum(0), checksum)

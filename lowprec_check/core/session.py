@@ -308,21 +308,23 @@ def _packages_named_by(name: str) -> list[str]:
     return []
 
 
-_RARE = (100_000, 50, 100)
-"""Objects, and collections of younger ones, after which Python looks for garbage in circles."""
+_RARE = (50, 100)
+"""Collections of younger objects, after which older ones are looked through for garbage."""
 
 
 @contextlib.contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Inside, garbage is looked for rarely: imports make many objects, and hardly any of it. With
-    the usual numbers, a sixth of the time in which transformers is imported goes there.
+    """Inside, garbage is looked for rarely among older objects: imports make many that stay. With
+    the usual numbers, a sixth of the time in which transformers is imported goes there. Young
+    garbage is found as usual: a script that trains while it is loaded may make much of it.
     """
     usual = gc.get_threshold()
-    gc.set_threshold(*_RARE)
+    rare = (usual[0], *_RARE)
+    gc.set_threshold(*rare)
     try:
         yield
     finally:
-        if gc.get_threshold() == _RARE:  # else the user's file has set others
+        if gc.get_threshold() == rare:  # else the user's file has set others
             gc.set_threshold(*usual)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from lowprec_check.core.memory_limits import (
     why_too_large,
 )
 from lowprec_check.core.plain_part import _fingerprint
+from lowprec_check.core.session import _rare_collections
 from lowprec_check.core.tasks import OUTPUTS, open_task_files
 from lowprec_check.core.trace.instrument import fp32_state, run_instrumented
 from lowprec_check.engine.model.prepared import prepared
@@ -289,6 +292,15 @@ def test_the_checksum_of_parameters_sees_changed_and_moved_values(count: int) ->
             assert _fingerprint(layer) != before
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex128])
+def test_the_checksum_of_parameters_sees_that_all_are_multiplied(dtype: torch.dtype) -> None:
+    layer = nn.ParameterList([torch.randn(1 << 20).to(dtype)])
+    before = _fingerprint(layer)
+    for factor in (-1.0, 2.0, 0.5, 2.0**64):
+        changed = nn.ParameterList([layer[0].data * factor])
+        assert _fingerprint(changed) != before
+
+
 # -- what the process of a run holds
 
 
@@ -404,3 +416,25 @@ def test_a_process_that_holds_little_counts_as_four_mebibytes_and_that_is_said()
     shown = " ".join(render(result, "text").split())
     assert "under 4.0 MiB" in shown
     assert "at least 3100 % more memory" in shown
+
+
+class _InACircle:
+    def __init__(self) -> None:
+        self.myself = self
+        self.parts: list[list[int]] = [[] for _ in range(100)]
+
+
+def test_garbage_that_a_file_makes_while_it_is_loaded_is_freed_soon() -> None:
+    usual = gc.get_threshold()
+    alive = weakref.WeakSet[_InACircle]()
+    with _rare_collections():
+        for _ in range(300):
+            alive.add(_InACircle())
+        assert len(alive) < 200
+    assert gc.get_threshold() == usual
+    try:
+        with _rare_collections():
+            gc.set_threshold(123, 4, 5)
+        assert gc.get_threshold() == (123, 4, 5)
+    finally:
+        gc.set_threshold(*usual)
