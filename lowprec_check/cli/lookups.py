@@ -12,7 +12,7 @@ from lowprec_check.schema.registry import choices
 catalog = CommandGroup("catalog", help="Operator support by dtype, device and torch release.", no_args_is_help=True)
 app.add_command(catalog)
 
-OneDevice = Annotated[str, Option(help=f"Device: {choices(catalogued())}.")]
+OneDevice = Annotated[str, Option(names=catalogued, help=f"Device: {choices(catalogued())}.")]
 
 
 @app.command()
@@ -21,7 +21,9 @@ def op(
         str, Argument(metavar="NAME", help="Operator, e.g. dot, torch.dot, aten::dot, linalg.svd or F.conv2d.")
     ],
     dtype: Annotated[str | None, Option(help="half, bfloat16 or fp32. Default: half and bfloat16.")] = None,
-    device: Annotated[str | None, Option(help=f"Device: {choices(catalogued())}. Default: all.")] = None,
+    device: Annotated[
+        str | None, Option(names=catalogued, help=f"Device: {choices(catalogued())}. Default: all.")
+    ] = None,
     torch: Annotated[
         str | None,
         Option(metavar="X.Y", help="Torch release. Default: the installed one, then the newest in the catalog."),

@@ -177,6 +177,7 @@ def test_details_are_in_the_whole_help_only(narrow: Callable[..., str]) -> None:
         ("lowprec-check scan model.py --device x", ["xpu"]),
         ("lowprec-check explain LP10", ["LP101", "LP102"]),
         ("lowprec-check report scan.json --format ju", ["junit"]),
+        ("lowprec-check op dot --device x", ["xpu"]),
     ],
 )
 def test_completion_in_bash(line: str, expected: list[str]) -> None:
