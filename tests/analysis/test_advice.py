@@ -592,6 +592,7 @@ def test_rows_that_do_not_apply_are_no_part_of_the_reason() -> None:
     ("runs", "says"),
     [
         ([a_run("half", "skipped", reason="no")], "Stay in fp32: nothing else could be run"),
+        ([a_run("bfloat16", backend="mxfp8", without_kernels="a GPU")], "Stay in fp32: the rest is emulated"),
         (
             [a_run("fp32", "error", backend="jit")],
             "Stay in fp32: fp32 · jit did not pass here",

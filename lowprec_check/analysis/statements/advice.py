@@ -183,7 +183,8 @@ def _no_pass(result: ScanResult) -> Sentence:
     if missing_runs(result):
         stay = ""
     if not tried:
-        return plain(f"{stay}nothing else could be run")
+        emulated = any(run.without_kernels is not None for run in result.runs)
+        return plain(f"{stay}{'the rest is emulated' if emulated else 'nothing else could be run'}")
     where, names = "", [label(run) for run in tried]
     if any(map(fails_elsewhere, [*tried, *(run for run in result.runs if run.precision == PLAN)])):
         where = " on every input"
