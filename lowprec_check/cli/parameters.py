@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import NoneType
@@ -95,6 +96,13 @@ class Command(click.Command):
 class CommandGroup(click.Group):
     """A group whose commands are functions with annotated parameters."""
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Call the command; raises :class:`click.Abort` if Ctrl+C ends it."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:  # click prints an empty line, during which a second one ends the process
+            raise click.Abort from None
+
     def command(  # type: ignore[override]
         self, cls: type[Command] = Command
     ) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -155,11 +163,25 @@ def _click_type(kind: Any, least: float | None) -> Any:
         return click.Choice(get_args(kind))
     if kind is Path:
         return click.Path(path_type=Path)
-    if least is None:
+    if kind is float:
+        number: Any = _Number(min=least)
+    elif least is None:
         return kind
-    number = click.IntRange(min=int(least)) if kind is int else click.FloatRange(min=least)
+    else:
+        number = click.IntRange(min=int(least))
     number.name = "integer" if kind is int else "number"  # messages would have "integer range"
     return number
+
+
+class _Number(click.FloatRange):
+    """A number, which NaN is not: no comparison refuses it."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The value as a number."""
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value} is not a valid number.", param, ctx)
+        return number
 
 
 def files(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
