@@ -54,23 +54,27 @@ in their folders, and follow.
 
 
 @contextlib.contextmanager
-def _broken_pipes_kept() -> Iterator[None]:
-    """Say why the command ends if the reader of its output has gone: click would forget it."""
+def _ends_kept() -> Iterator[None]:
+    """Keep from click what ends a command: it forgets that the reader of the output has gone, and
+    on Ctrl+C it prints an empty line, during which a second Ctrl+C ends the process.
+    """
     try:
         yield
     except BrokenPipeError as error:
         raise SystemExit(FINDINGS) from error
+    except KeyboardInterrupt:
+        raise click.Abort from None
 
 
 class _ImportedOnUse(CommandGroup):
     """The commands; the help of all imports the module of none that :data:`COMMANDS` names."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
-        with _broken_pipes_kept():
+        with _ends_kept():
             return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: Any) -> Any:
-        with _broken_pipes_kept():
+        with _ends_kept():
             return super().invoke(ctx)
 
     def list_commands(self, ctx: Any) -> list[str]:

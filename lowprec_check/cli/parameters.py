@@ -96,13 +96,6 @@ class Command(click.Command):
 class CommandGroup(click.Group):
     """A group whose commands are functions with annotated parameters."""
 
-    def invoke(self, ctx: click.Context) -> Any:
-        """Call the command; raises :class:`click.Abort` if Ctrl+C ends it."""
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:  # click prints an empty line, during which a second one ends the process
-            raise click.Abort from None
-
     def command(  # type: ignore[override]
         self, cls: type[Command] = Command
     ) -> Callable[[Callable[..., None]], Callable[..., None]]:
