@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from lowprec_check.errors import UsageError
+from lowprec_check.errors import UsageError, message_of
 from lowprec_check.process.interpreter import current_folder
 
 TABLE = "tool.lowprec-check"
@@ -135,8 +135,8 @@ def _problem(option: Any, value: Any, context: Any) -> str | None:
     # The option itself says what it accepts, as for a value on the command line.
     try:
         option.process_value(context, _texts(option, value))
-    except click.UsageError as error:
-        return error.message
+    except (click.UsageError, ValueError) as error:  # of a path with a null byte
+        return message_of(error)
     return None
 
 

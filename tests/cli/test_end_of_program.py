@@ -248,18 +248,19 @@ pathlib.Path(__file__).with_suffix(".started").touch()
 def test_a_signal_at_any_moment_ends_the_command_without_a_traceback(number: int, moment: str) -> None:
     code = f"""
 import atexit, os, time
+import click
 from lowprec_check.cli import main
 
 def send(*_):
     os.kill(os.getpid(), {number})
     time.sleep(0.1)
 
-class WrongOption(Exception):
+class WrongOption(click.ClickException):
     exit_code, show = 2, send
 
 def command(**_):
     if {moment == "an error is shown"}:
-        raise WrongOption
+        raise WrongOption('')
     if {moment == "an exit handler"}:
         atexit.register(send)
     else:
