@@ -107,34 +107,6 @@ def test_nothing_is_said_of_an_error_that_does_not_matter() -> None:
     assert result.runs[1].uncovered == []
 
 
-WIDTH = 8
-
-
-class Calm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(x).tanh()
-
-
-class Square(nn.Module):
-    """Its squares exceed 65504, as those of a norm of large values."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        large = x * 2000
-        return large * torch.rsqrt(large.pow(2).mean(-1, keepdim=True))
-
-
-class Soft(nn.Module):
-    """Scores exceed 65504, so that a softmax gives NaN."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores = x * 3e4 * 40 / 1.2e6
-        return x + torch.softmax(scores, -1)
-
-
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
 @given(st.lists(st.sampled_from([Calm, Square, Soft]), min_size=2, max_size=6), st.integers(0, 99))
 def test_each_overflow_in_a_row_is_named(kinds: list[type[nn.Module]], seed: int) -> None:
