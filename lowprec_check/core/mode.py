@@ -104,6 +104,14 @@ class Mode:
         """Why a precision is not run on a device; ``None`` if it is."""
         return autocast_problem(precision, device_type(device))
 
+    def may_repeat(self, task: ModelTask) -> bool:
+        """Whether a run that was judged may be made again, to explain it."""
+        return True
+
+    def is_hopeless(self, task: ModelTask, so_far: RunSoFar) -> bool:
+        """Whether one call was long enough to decide about the run of ``task``."""
+        return so_far.run.judged_by_one_call
+
     def shown_device(self, device: str) -> str:
         """The device that a run is about, which happens on ``device``."""
         return device

@@ -328,8 +328,7 @@ class TargetRuns:
         if self.long_calls is not None and self.long_calls.begin_run() is not None:
             return run
         task = dataclasses.replace(self.task_of(run), explains_all=True)
-        # A slow step is not made again
-        if not (task.accelerated or self.mode.is_forward):
+        if not self.mode.may_repeat(task):
             return run
         outcome = self.launcher.do(dataclasses.replace(task, so_far=RunSoFar(run=run, is_judged=True)))
         if outcome.so_far is None or not outcome.is_explained:

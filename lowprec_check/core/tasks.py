@@ -200,10 +200,8 @@ class ModelTask:
         return max(self.fp32_setup + HOPELESS_SECONDS, HOPELESS_RATIO * first)
 
     def is_hopeless(self, so_far: RunSoFar) -> bool:
-        """Whether one call, or step, was long enough to decide about the run."""
-        if self.mode.is_forward:
-            return so_far.run.judged_by_one_call
-        return so_far.seconds > self.hopeless_seconds
+        """Whether one call was long enough to decide about the run."""
+        return self.mode.is_hopeless(self, so_far)
 
     @property
     def progress(self) -> tuple[str, str]:

@@ -79,6 +79,14 @@ class Training(Mode):
                 "Fix it in fp32 first: check the loss, or lower the learning rate in `optimizer`.",
             )
 
+    def may_repeat(self, task: ModelTask) -> bool:
+        """Not a step that may be slow."""
+        return task.accelerated
+
+    def is_hopeless(self, task: ModelTask, so_far: RunSoFar) -> bool:
+        """Whether a step was so long."""
+        return so_far.seconds > task.hopeless_seconds
+
     def failure_hint(self, error: ExceptionInfo, device: str, target: Target) -> str | None:
         """What to repair in the script first."""
         if target.observed is None:
