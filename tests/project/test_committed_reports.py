@@ -48,7 +48,7 @@ def test_every_example_has_a_report() -> None:
     reports = {str(path.relative_to(REPORTS).with_suffix("")) for path in REPORTS.glob("*/*.txt")}
     assert reports == set(scans())
     saved = {str(path.relative_to(REPORTS).with_suffix("")) for path in REPORTS.glob("*/*.json")}
-    others = {"torchvision/matrix", "torchvision-cuda/matrix", "training/public_training"}
+    others = {"torchvision/matrix", "torchvision-cuda/matrix"}
     assert saved - others == set(WITH_JSON)
 
 
