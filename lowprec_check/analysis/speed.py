@@ -112,15 +112,8 @@ def speed(run: Run, runs: Sequence[Run]) -> Speed:
             return Speed("same", 1.0, 1.0, 1.0)
         return Speed("unknown")
     if run.latency is not None and run.timing is None:
-        rounds = run.latency.speedup
-        if rounds is not None:
-            judgement, on_device = in_rounds(rounds), told_on_device(run.latency)
-            if judgement.told != "noisy" or on_device is None:
-                return judgement
-            # The same host limits both: its time is noisy, not the work of the two.
-            if 1 / ALIKE <= rounds.median <= ALIKE and launch_bound(run) and launch_bound(reference):
-                return judgement._replace(told="same")
-            return judgement._replace(on_gpu=on_device)
+        if run.latency.speedup is not None:
+            return by_latency(run.latency, run.latency.speedup, reference.latency)
         if failure_while_timed(run) or failure_while_timed(reference):
             return Speed("unknown")
         return Speed("noisy")
@@ -137,6 +130,17 @@ def speed(run: Run, runs: Sequence[Run]) -> Speed:
     if own >= SHORT_MS:
         return judged(ratio, low, ratio * margin)
     return Speed("noisy", ratio, low, math.inf)
+
+
+def by_latency(latency: Latency, rounds: Speedup, fp32: Latency | None) -> Speed:
+    """What the times of a run tell: its calls in turns with fp32's, or its accelerator alone."""
+    judgement, on_device = in_rounds(rounds), told_on_device(latency)
+    if judgement.told != "noisy" or on_device is None:
+        return judgement
+    # The same host limits both: its time is noisy, not the work of the two.
+    if 1 / ALIKE <= rounds.median <= ALIKE and fp32 is not None and waits_for_host(latency) and waits_for_host(fp32):
+        return judgement._replace(told="same")
+    return judgement._replace(on_gpu=on_device)
 
 
 def in_turns(run: Run) -> Speedup | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import pickle
 import re
@@ -11,6 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
+import torch
 from torch import Tensor
 
 from lowprec_check.analysis.conclusion import conclude
@@ -55,14 +58,16 @@ class CodeRequest(NamedTuple):
     """Loads the script that the code belongs into; ``None`` if it stands alone."""
 
 
-def wait_and_execute(loaded: Load | None, channel: Channel) -> None:
+def wait_and_execute(loaded: Load | None, accelerator: str | None, channel: Channel) -> None:
     """Answer a :class:`CodeRequest` with a :class:`CodeTrial`; ``loaded`` gives what this process,
-    a copy of one that has loaded the user's file, has of it.
+    a copy of one that has loaded the user's file, has of it. An ``accelerator`` is made ready.
     """
     # What the code prints is not for the terminal.
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
+    if accelerator is not None:
+        _load_libraries(torch.device(accelerator))
     data = channel.receive()
     if data is None:
         return
@@ -72,6 +77,13 @@ def wait_and_execute(loaded: Load | None, channel: Channel) -> None:
         if request.load is not None:
             request = request._replace(load=loaded)
     channel(msgspec.msgpack.encode(executed(request)))
+
+
+def _load_libraries(device: torch.device) -> None:
+    """Those of convolutions and matrix products on a device; it takes a second."""
+    with contextlib.suppress(Exception):
+        ones = torch.ones(1, 16, 16, 16, device=device)
+        torch.nn.functional.conv2d(ones @ ones, ones)
 
 
 def executed(request: CodeRequest) -> CodeTrial:
@@ -125,6 +137,8 @@ def _run(code: str, names: dict[str, Any], seed: int) -> dict[str, Any]:
 
 LEAST_SECONDS, PART_OF_SCAN = 10.0, 0.25
 """The code may take so much of the time of the scan, or so many seconds."""
+SMALL = 4 << 30
+"""Bytes of a model in fp32 beside which an accelerator has room for libraries loaded twice."""
 METHOD: Method = "spawn"
 """How the process of the code starts where this one has loaded the file: as new. Tests fork it."""
 
@@ -155,14 +169,17 @@ class PrintedCodeFeature(Feature):
             # A copy of this process has what the file has made, by the name that the code imports.
             # A module of a package is imported anew: here, its own folder is on the path, too.
             self._end()
-            self._start("fork", source.forked)
+            accelerator = None
+            if fp32.device != "cpu" and (fp32.peak_memory_bytes or math.inf) <= SMALL:
+                accelerator = fp32.device
+            self._start("fork", source.forked, accelerator)
         elif self._worker is None:
             self._start(METHOD if runs.isolation == "fork" else "spawn")
 
-    def _start(self, method: Method, loaded: Load | None = None) -> None:
+    def _start(self, method: Method, loaded: Load | None = None, accelerator: str | None = None) -> None:
         decode = partial(msgspec.msgpack.decode, type=CodeTrial)
         self._started = system.monotonic()
-        self._worker = FunctionWorker(partial(wait_and_execute, loaded), decode, method=method)
+        self._worker = FunctionWorker(partial(wait_and_execute, loaded, accelerator), decode, method=method)
 
     def after_runs(self, batches: Sequence[TargetRuns], result: ScanResult, options: ScanOptions) -> ScanResult | None:
         """Execute the code in it."""

@@ -7,7 +7,7 @@ between calls, and read when a few have been launched.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,16 +20,16 @@ from lowprec_check.torchkit.devices import module_of, seed_everything, synchroni
 from lowprec_check.torchkit.pytree import map_tensors
 from lowprec_check.torchkit.source_location import call_model
 
-WARM_UP_SECONDS, AGAIN_SECONDS = 0.05, 0.01
-"""Warm-up: an idle device has lowered its clocks; one between two turns only emptied its caches."""
-ENOUGH_SECONDS, LEAST_CALLS, MOST_CALLS = 0.05, 6, 50
+WARM_UP_SECONDS = 0.05
+"""Before the first turn: an idle device has lowered its clocks. Later ones follow a call or two."""
+ENOUGH_SECONDS, LEAST_CALLS, MOST_CALLS = 0.02, 4, 50
 """Calls of a turn: until they have taken so long together and are the least, or are the most."""
+LONG_SECONDS = 0.02
+"""Of calls as long as this, those between two waits for the device are enough."""
 MOST_SECONDS = 0.3
 """How long a turn may go on for that, with all that is done between calls."""
 MOST_AHEAD = 0.3
 """The longest time that a device is kept busy while a call is launched."""
-MORE_AHEAD = 2
-"""Further calls that are launched ahead if the host takes longer than the device."""
 CYCLES = 2e9
 """Cycles in a second, about."""
 
@@ -61,15 +61,11 @@ class EventCalls:
     def seconds(self, in_a_row: int, least: float, *, again: bool = False) -> list[float]:
         """Seconds of calls, ``least`` together or enough of them; ``again``: a turn came before."""
         started = system.perf_counter()
-        while system.perf_counter() - started < (AGAIN_SECONDS if again else WARM_UP_SECONDS):
-            self._times(in_a_row)
+        while not again and system.perf_counter() - started < WARM_UP_SECONDS:
+            self._times(1)
         seconds: list[float] = []
         started = system.perf_counter()
-        while len(seconds) < LEAST_CALLS or (
-            len(seconds) < MOST_CALLS
-            and sum(seconds) < max(ENOUGH_SECONDS, least)
-            and system.perf_counter() - started < max(MOST_SECONDS, least)
-        ):
+        while not _enough(seconds, least) and system.perf_counter() - started < max(MOST_SECONDS, least):
             # The device was idle before the first call in a row.
             seconds += self._times(in_a_row)[1:]
         return seconds
@@ -97,7 +93,7 @@ class EventCalls:
         # Only this tells the speed of such a model, and a short time is easily disturbed.
         if device < host:
             self._rewind()
-            device = min(device, *(ahead() for _ in range(MORE_AHEAD)))
+            device = min(device, ahead())
         return Launched(host, device)
 
     def _times(self, calls: int) -> list[float]:
@@ -121,6 +117,13 @@ class EventCalls:
             host = system.perf_counter() - started
             end.record()
         return _Call(start, end, host)
+
+
+def _enough(seconds: Sequence[float], least: float) -> bool:
+    total, least_calls = sum(seconds), LEAST_CALLS
+    if total >= LONG_SECONDS * len(seconds):
+        least_calls = 1
+    return len(seconds) >= MOST_CALLS or (len(seconds) >= least_calls and total >= max(ENOUGH_SECONDS, least))
 
 
 class _Call(NamedTuple):

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
 
-from lowprec_check.analysis.speed import TOLD, in_rounds, waits_for_host
+from lowprec_check.analysis.speed import TOLD, by_latency, in_rounds, told_on_device, waits_for_host
 from lowprec_check.features.times.speedups import (
     FEW,
     Rounds,
@@ -110,7 +110,8 @@ class RoundSchedule:
         self.failures: dict[int, str] = {}
         """Why a row could not be timed, though it had run before."""
         if seconds is None:
-            seconds = ROUNDS_SECONDS * (FINAL if final else 1.0)
+            # The events of an accelerator vary little.
+            seconds = ROUNDS_SECONDS * (FINAL if final and not patient else 1.0)
         self._seconds = seconds
         self.preparing = 0.0
         """Seconds since the first round began that took no times: backends prepared models."""
@@ -135,19 +136,22 @@ class RoundSchedule:
 
     def _limit(self, rows: Sequence[int], *, follows: bool) -> float:
         """Seconds of all rounds of ``rows``; ``follows``: they come after earlier ones."""
-        # Rounds that follow others are more in any case.
-        noisy = any(latency.noisy for latency in map(self.latency, rows) if latency is not None)
+        fp32 = self.latency(0)
+        latencies = [latency for latency in map(self.latency, rows[1:]) if latency is not None]
+        # Where the host limits calls its time varies, however many there are. Rounds that follow
+        # others are more in any case.
+        noisy = any(each.noisy and not waits_for_host(each) for each in (fp32, *latencies) if each is not None)
         times = MORE if self.is_disturbed or (noisy and not follows) else 1.0
         untold = []
-        for row in rows[1:]:
-            latency = self.latency(row)
-            speedup = latency.speedup if latency is not None else None
-            if speedup is not None and in_rounds(speedup).told == "noisy":
-                untold.append(row)
+        for latency in latencies:
+            if latency.speedup is not None:
+                speed = by_latency(latency, latency.speedup, fp32)
+                if speed.told == "noisy" and speed.on_gpu is None:
+                    untold.append(latency)
         # The rounds before the final ones were patient.
         if untold and not self._final and (self._patient or self.number < ENOUGH):
             # Where a row and fp32 wait for the host, more than enough rounds would only time that.
-            waiting = all(waits_for_host(latency_of_rounds(self._rounds(row))) for row in (0, *untold))
+            waiting = all(waits_for_host(each) for each in (fp32, *untold) if each is not None)
             times = max(times, MORE if waiting and self.number >= ENOUGH else UNTOLD)
         return self._seconds * times
 
@@ -196,6 +200,12 @@ class RoundSchedule:
         order = rows if number % 2 == 0 else rows[::-1]
         left = [row for row in order if number not in self.turns[row] and not self._is_settled(row)]
         return left[0] if left else order[-1]
+
+    @property
+    def is_told_on_device(self) -> bool:
+        """Whether the speed of each row on an accelerator alone is known."""
+        latencies = [self.latency(row) for row in self._rivals(0)]
+        return all(latency is not None and told_on_device(latency) is not None for latency in latencies)
 
     @property
     def is_disturbed(self) -> bool:

@@ -105,15 +105,19 @@ class TimedCalls:
         usual = self._task.usual_ms
         return seconds >= LONG_SECONDS and usual is not None and seconds > FILLS * usual / 1e3
 
-    def turn(self, row: int, number: int, *, on_one_core: bool, least: float = 0.0) -> TurnTimed:
-        """The turn of ``row`` in a round, at least ``least`` s; ``on_one_core`` adds such calls."""
+    def turn(
+        self, row: int, number: int, *, on_one_core: bool, least: float = 0.0, on_device: bool = True
+    ) -> TurnTimed:
+        """The turn of ``row`` in a round, at least ``least`` s; ``on_one_core`` adds such calls,
+        ``on_device`` some that an accelerator makes without waiting for the host.
+        """
         work = seconds_of_fixed_work()
         self._rewind()
         started, waits = system.perf_counter(), system.CoreWaits()
         first = self.call()
         if self._events is not None and first < LONG_SECONDS:
             seconds = self._events.seconds(IN_A_ROW, least, again=number > 0)
-            launched = self._events.launched()
+            launched = self._events.launched() if on_device else None
             return TurnTimed(row=row, round=number, seconds=seconds, waited=None, launched=launched, fixed_work=work)
         # Calls are repeated until enough were undisturbed, or as long as patience lasts.
         clean, disturbed, waited = list[float](), list[float](), 0.0
@@ -281,7 +285,8 @@ class TimeTask(ModelTask):
                             schedule.preparing += system.monotonic() - started
                     # Preparing takes at most twice as long as what it is for.
                     least = min(LONG_SECONDS, (system.monotonic() - started) / 2)
-                    turn = calls.turn(row, schedule.number, on_one_core=schedule.is_disturbed, least=least)
+                    alone, on_device = schedule.is_disturbed, not schedule.is_told_on_device
+                    turn = calls.turn(row, schedule.number, on_one_core=alone, least=least, on_device=on_device)
                 settings[row] = restorer_of_settings()
             except BaseException as error:
                 reraise_interrupt(error)
