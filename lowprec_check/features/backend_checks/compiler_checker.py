@@ -56,8 +56,10 @@ class CompilerChecker:
         self._exact: Literal["fp64", "fp32"] = "fp64"
         self._calls: list[Corners | None] = []
 
-    def checks(self) -> Iterator[CompilerCheck]:
-        """The check, then again with emulated casts; nothing if outputs cannot be compared."""
+    def checks(self, *, explained: bool) -> Iterator[CompilerCheck]:
+        """The check, and if it is to be ``explained`` with what emulated casts change; nothing if
+        outputs cannot be compared.
+        """
         calls = [self.corners(self.target.inputs)]
         if calls[0] is None:
             return
@@ -86,7 +88,7 @@ class CompilerChecker:
             compiled_changed=distance.compiled_changed,
         )
         yield check
-        if check.verdict == "worse" and self._by_dynamo:
+        if explained and check.verdict == "worse" and self._by_dynamo:
             import torch._inductor.config
 
             # torch 2.8 cannot compile for a CPU with it

@@ -64,6 +64,8 @@ def compiled_worse(result: ScanResult) -> Iterator[Finding]:
         if check.emulated is not None and check.emulated != "worse":
             config = "torch._inductor.config.emulate_precision_casts"
             advice += f"set {config} = True, with which it was not worse"
+        elif run.status == "ok" and run.compiled and check.emulated is None:
+            advice = f"--explain all searches for a setting that avoids it, and for the pass, to report it to {project}"
         else:
             advice += f"use eager mode, and report the fault to {project}"
         severity: Severity | None = "warning" if run.status == "ok" else None

@@ -222,13 +222,14 @@ def check_compiler(part: PlainPart) -> None:
     task, report = part.task, part.report
     compiled = part.is_compiled and not BACKENDS.get(task.backend).lowers_precision and task.evidence == "measured"
     if compiled and part.outputs and not (report.run.random or part.too_slow or task.keep_fp32):
-        # Each is reported, in case time is too short for what follows.
-        checker = _compiler_checker(part)
-        for check in checker.checks():
-            report.add(compiler=check)
         # In a run that passes it is a warning, which is not worth a minute of search.
-        last_check, asked = report.run.compiler, task.explains_all or report.run.status != "ok"
-        if last_check is not None and last_check.verdict == "worse" and asked:
+        explained = task.explains_all or report.run.status != "ok"
+        checker = _compiler_checker(part)
+        # Each is reported, in case time is too short for what follows.
+        for check in checker.checks(explained=explained):
+            report.add(compiler=check)
+        last_check = report.run.compiler
+        if explained and last_check is not None and last_check.verdict == "worse":
             report.send(Started(seconds=task.measure_budget, doing="bisecting the compiler"))
             report.add(compiler=msgspec.structs.replace(last_check, culprit=checker.bisect()))
 
