@@ -75,7 +75,7 @@ FAR = 1.5
 SAME = 1.1
 """A ratio is known if its interval is no wider than this, or lies on one side of 1 by as much."""
 MORE = 3.0
-"""Times as long where other programs use the cores, times vary, or the host limits unclear ones."""
+"""Times as long where other programs use the cores, times vary, or some are unclear."""
 ROUNDS_SECONDS = 1.5
 """How long rounds are repeated."""
 FINAL = 3.0
@@ -103,7 +103,7 @@ class RoundSchedule:
         ``failing``: rows of which nobody asks whether they are a little faster.
         """
         # ``final``: rounds decide which row is the fastest, until all others are slower or as fast.
-        # ``patient``: UNTOLD counts for all rounds: on an accelerator, nothing else disturbs times.
+        # ``patient``: rows that stay unclear get more than enough rounds, on an accelerator.
         self._final, self._patient, self._failing = final, patient, failing
         self.turns: list[dict[int, TurnTimed]] = [dict(turns) for turns in earlier] or [{} for _ in range(rows)]
         """By row, its turn in each round."""
@@ -142,17 +142,14 @@ class RoundSchedule:
         # others are more in any case.
         noisy = any(each.noisy and not waits_for_host(each) for each in (fp32, *latencies) if each is not None)
         times = MORE if self.is_disturbed or (noisy and not follows) else 1.0
-        untold = []
-        for latency in latencies:
-            if latency.speedup is not None:
-                speed = by_latency(latency, latency.speedup, fp32)
-                if speed.told == "noisy" and speed.on_gpu is None:
-                    untold.append(latency)
+        speeds = [by_latency(each, each.speedup, fp32) for each in latencies if each.speedup is not None]
+        untold = any(speed.told == "noisy" and speed.on_gpu is None for speed in speeds)
         # The rounds before the final ones were patient.
-        if untold and not self._final and (self._patient or self.number < ENOUGH):
-            # Where a row and fp32 wait for the host, more than enough rounds would only time that.
-            waiting = all(waits_for_host(each) for each in (fp32, *untold) if each is not None)
-            times = max(times, MORE if waiting and self.number >= ENOUGH else UNTOLD)
+        if untold and not self._final:
+            if self.number < ENOUGH:
+                times = max(times, UNTOLD)
+            elif self._patient:
+                times = max(times, MORE)
         return self._seconds * times
 
     def note(self, turn: TurnTimed | TurnFailed) -> None:
