@@ -94,13 +94,15 @@ _Entry = TypeVar("_Entry", "KnownIssue", "KnownPattern")
 
 
 @cache
-def known_issues(path: Path | None = None) -> tuple[KnownIssue, ...]:
-    """All issues in the order of the file; errors name the file, the entry and the key."""
-    return _read(path or data_folder() / "known_issues.toml", "issue", KnownIssue)
+def known_issues(path: Path | None = None, naming: str = "") -> tuple[KnownIssue, ...]:
+    """All issues in the order of the file, or those whose text has ``naming``; errors name the
+    file, the entry and the key.
+    """
+    return _read(path or data_folder() / "known_issues.toml", "issue", KnownIssue, naming)
 
 
-def _read(path: Path, table: str, kind: type[_Entry]) -> tuple[_Entry, ...]:
-    entries = read_tables(path, table, kind)
+def _read(path: Path, table: str, kind: type[_Entry], naming: str = "") -> tuple[_Entry, ...]:
+    entries = read_tables(path, table, kind, naming)
     seen: set[str] = set()
     for entry in entries:
         if entry.id in seen:
@@ -139,8 +141,11 @@ def matching(
     release = None
     if torch is not None:
         release = release_of(torch)
+    naming = ""
+    if function is not None and (model, code, message) == (None, None, None):
+        naming = function  # no other issue matches
     matching_issues = []
-    for issue in known_issues():
+    for issue in known_issues(naming=naming):
         # Each criterion is true, false, or `None` if the issue or the caller does not limit it. A
         # word of the model's name starts with that of the issue: `T5Model` with T5.
         by_model = by_message = None

@@ -48,10 +48,12 @@ _LONG_KEY = re.compile(
 )
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """Read a file; raises ``OSError``, or :class:`UsageError` with the line if it is not TOML."""
+def read_toml(path: Path, chosen: Callable[[str], str] = str) -> dict[str, Any]:
+    """Read a file, or the part of its text that is ``chosen``; raises ``OSError``, or
+    :class:`UsageError` with the line if it is not TOML.
+    """
     try:
-        text = path.read_text(encoding="utf-8-sig")  # editors on Windows write a byte-order mark
+        text = chosen(path.read_text(encoding="utf-8-sig"))  # editors on Windows write a byte-order mark
         if _LONG_KEY.search(text):
             raise UsageError(f"{path}: a key has more than 1,000 parts.", "Shorten it.")
         return tomllib.loads(text)
@@ -66,11 +68,17 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path}: not valid TOML: {message_of(error)}.", hint if escaped else None) from None
 
 
-def read_tables(path: Path, name: str, kind: type[Entry]) -> list[Entry]:
-    """The `[[name]]` tables of a file, in order, as `kind` (a struct that forbids unknown fields).
-    Raises ``OSError``, or :class:`UsageError` that names the line, or the entry and the key.
+def read_tables(path: Path, name: str, kind: type[Entry], naming: str = "") -> list[Entry]:
+    """The `[[name]]` tables of a file, in order, as `kind` (a struct that forbids unknown fields);
+    only those whose text has ``naming``: reading TOML takes long. Raises ``OSError``, or
+    :class:`UsageError` that names the line, or the entry and the key.
     """
-    content = read_toml(path)
+
+    def with_name(text: str) -> str:
+        head, *tables = re.split(rf"^(?=\[\[{name}\]\])", text, flags=re.MULTILINE)
+        return head + "".join(table for table in tables if naming in table)
+
+    content = read_toml(path, with_name if naming else str)
     if unknown := sorted(content.keys() - {name}):
         meant = "Did you mean it? " if nearest(unknown[0], [name]) else ""
         raise UsageError(f"{path}: unknown key {unknown[0]!r}.", f"Entries are [[{name}]] tables. {meant}".strip())

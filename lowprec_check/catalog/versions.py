@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import os
 import re
 
 from lowprec_check.errors import UsageError
+from lowprec_check.schema.registry import metadata_folders
 
 
 def version_key(version: str) -> tuple[int, ...]:
@@ -31,6 +32,8 @@ def has_extension(version: str) -> bool:
 
 def installed_version(package: str) -> str | None:
     """The version of an installed package, from its metadata; ``None`` if it is not installed."""
+    import importlib.metadata
+
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -44,7 +47,8 @@ def own_version() -> str:
 
 def installed_release() -> str:
     """`2.13` for torch 2.13.0+cpu; empty if torch is not installed. Does not import torch."""
-    version = installed_version("torch")
+    names = (re.fullmatch(r"torch-(.+)\.dist-info", os.path.basename(folder)) for folder in metadata_folders())
+    version = next((name[1] for name in names if name), None) or installed_version("torch")
     if version:
         return release_of(version)
     return ""

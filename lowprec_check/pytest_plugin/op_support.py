@@ -6,9 +6,6 @@ import re
 from functools import cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from rich.padding import Padding
-from rich.text import Text
-
 from lowprec_check.analysis.findings import groups
 from lowprec_check.analysis.run_summary import label, shorten
 from lowprec_check.analysis.saved_coverage import WITHOUT_KERNEL
@@ -30,7 +27,7 @@ from lowprec_check.catalog.records import (
 from lowprec_check.catalog.versions import installed_release
 from lowprec_check.errors import UsageError
 from lowprec_check.pytest_plugin.marker import is_device_available
-from lowprec_check.report.blocks import Block, Document, Say
+from lowprec_check.report.blocks import Block, Document, Fold, Heading, Say
 from lowprec_check.report.layout import text as layout
 from lowprec_check.report.runs_table import runs_table
 from lowprec_check.report.scan_document import findings_table
@@ -210,30 +207,27 @@ _EVIDENCE = {
 def no_support_text(support: Support) -> str:
     """The operators that do not run in the dtype, with mode, reason and evidence."""
     evidence = f"{_EVIDENCE[support.evidence]}, torch {support.torch}"
-    with layout.screen(WIDTH, color=False) as (console, printed):
-        console.print(f"{support.asked} is not supported in {SHORT[support.dtype]} on {support.device} ({evidence})")
-        console.print()
-        if not support.states:
-            how = "docs/catalog.md shows how to measure it there."
-            console.print(f"The catalog has no data for it on this device. {how}")
-        for state in support.failing:
-            if state.not_applicable:
-                console.print(f"{state.op}  {state.mode}: the dtype does not apply: {state.not_applicable}")
-                continue
-            what = _WORDS[state.state]
-            if state.state is None and state.mode == "backward":
-                what = "no backward"
-            if state.samples:
-                what += f", {state.passed} of {state.samples} samples"
-            console.print(f"{state.op}  {state.mode}: {what}")
-            # How it fails, and what to do.
-            details, failure = [], state.failure
-            if failure is not None:
-                kind = f"{failure.kind} in {failure.at}" if failure.at else failure.kind
-                details.append(f"{kind}: {shorten(failure.message)}{in_samples(failure.condition)}")
-            if state.state in ("some", "none"):
-                since = f"; supported since torch {state.fixed_in}" if state.fixed_in else ""
-                details.append(f"→ {WITHOUT_KERNEL}{since}")
-            for detail in details:
-                console.print(Padding(Text(detail), (0, 0, 0, 6)))
-    return printed.text.rstrip("\n")
+    head = f"{support.asked} is not supported in {SHORT[support.dtype]} on {support.device} ({evidence})"
+    blocks: list[Block] = [Say(head), Heading("")]
+    if not support.states:
+        how = "docs/catalog.md shows how to measure it there."
+        blocks.append(Say(f"The catalog has no data for it on this device. {how}"))
+    for state in support.failing:
+        if state.not_applicable:
+            blocks.append(Say(f"{state.op}  {state.mode}: the dtype does not apply: {state.not_applicable}"))
+            continue
+        what = _WORDS[state.state]
+        if state.state is None and state.mode == "backward":
+            what = "no backward"
+        if state.samples:
+            what += f", {state.passed} of {state.samples} samples"
+        # How it fails, and what to do.
+        details, failure = [], state.failure
+        if failure is not None:
+            kind = f"{failure.kind} in {failure.at}" if failure.at else failure.kind
+            details.append(f"{kind}: {shorten(failure.message)}{in_samples(failure.condition)}")
+        if state.state in ("some", "none"):
+            since = f"; supported since torch {state.fixed_in}" if state.fixed_in else ""
+            details.append(f"→ {WITHOUT_KERNEL}{since}")
+        blocks.append(Fold(f"{state.op}  {state.mode}: {what}", [Say(detail, role="item") for detail in details]))
+    return layout.text(Document(head, blocks), width=WIDTH).rstrip("\n")

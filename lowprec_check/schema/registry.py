@@ -9,13 +9,16 @@ names a :class:`~lowprec_check.schema.precisions.Precision`, a
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import importlib
-import importlib.metadata
+import importlib.machinery
 import importlib.util
+import os
 import pkgutil
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, Generic, Protocol, TypeVar
@@ -70,9 +73,37 @@ def objects_in(package: str, kind: type[Item]) -> list[Item]:
     return [value for module in modules for value in vars(module).values() if isinstance(value, kind)]
 
 
+def metadata_folders() -> Iterator[str]:
+    """The folders of metadata of installed packages, in the order of the module path.
+
+    ``importlib.metadata`` takes longer to import than most answers take.
+    """
+    for folder in sys.path:
+        with contextlib.suppress(OSError):
+            for name in os.listdir(folder or "."):
+                if name.lower().endswith("-info"):
+                    yield os.path.join(folder, name)
+
+
+def _may_add() -> bool:
+    """Whether a package may register something; if not, ``importlib.metadata`` is not needed."""
+    finders = [finder for finder in sys.meta_path if finder is not importlib.machinery.PathFinder]
+    if any(hasattr(finder, "find_distributions") for finder in finders) or any(map(os.path.isfile, sys.path)):
+        return True  # there may be metadata elsewhere than in folders, as in a zip file
+    for folder in metadata_folders():
+        with contextlib.suppress(OSError), open(os.path.join(folder, "entry_points.txt"), "rb") as file:
+            if ENTRY_POINTS.encode() in file.read():
+                return True
+    return False
+
+
 @functools.cache
 def added_by_packages() -> tuple[tuple[str, Any], ...]:
     """What packages register, with their names; raises :class:`UsageError` naming a wrong one."""
+    if not _may_add():
+        return ()
+    import importlib.metadata
+
     added = []
     for entry in sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name):
         package = entry.dist.name if entry.dist else entry.value

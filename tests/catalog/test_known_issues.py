@@ -92,6 +92,13 @@ def test_a_finding_matches_its_issue(first: str, criteria: dict[str, str]) -> No
     assert ids(**criteria)[0] == first
 
 
+def test_issues_about_an_op_are_found_without_reading_the_others() -> None:
+    for op in {function_name(op) for issue in known_issues() for op in issue.ops} | {"do", "special", "xpu"}:
+        about = {issue.id for issue in known_issues() if op in map(function_name, issue.ops)}
+        assert set(ids(op=op)) == about
+        assert about <= {issue.id for issue in known_issues(naming=op)} != {issue.id for issue in known_issues()}
+
+
 def test_contradicted_issues_are_not_found() -> None:
     assert "ipex-673" not in ids(op="aten.dot.default", device="cpu")
     assert "ipex-673" not in ids(op="aten.dot.default", device="xpu", dtype="bfloat16")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -323,7 +324,8 @@ def test_an_object_that_is_no_axis_is_refused(monkeypatch: pytest.MonkeyPatch) -
         def load() -> object:
             return E4M3
 
-    monkeypatch.setattr(registry.importlib.metadata, "entry_points", lambda group: [Entry])
+    monkeypatch.setattr(registry, "_may_add", lambda: True)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [Entry])
     with pytest.raises(UsageError, match=r"which is a FloatFormat.\nRegister a Precision, a Backend"):
         registry.added_by_packages.__wrapped__()
 

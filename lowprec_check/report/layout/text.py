@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
+import itertools
+import os
+import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Literal
 
-from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table as RichTable
-from rich.text import Text
+from rich.cells import cell_len, chop_cells
 
 from lowprec_check.report.blocks import (
     FIGURES,
@@ -41,73 +38,94 @@ _GAP = 2
 _TONES = {"good": "green", "warn": "yellow", "bad": "red", "none": ""}
 _STYLES = {"title": "bold", "hint": "dim", "prompt": "dim", "note": "yellow"}
 _SEVERITIES = {"error": "red", "warning": "yellow", "note": "cyan"}
+_CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
+"""Of ANSI."""
+
+
+Styled = Sequence[tuple[str, str]]
+"""Pieces of text, each with its style, ``bold red``.
+
+Rich has this and tables, too, but importing them takes longer than most answers.
+"""
 
 
 class Screen:
-    """The printed text; complete once the block of :func:`screen` ends."""
+    """What is printed for a terminal ``width`` columns wide, with ANSI colours if ``color``."""
 
-    text = ""
+    def __init__(self, width: int, color: bool) -> None:
+        self.width, self._printed = width, list[str]()
+        self._codes = {}
+        if color and os.environ.get("TERM", "").lower() not in ("dumb", "unknown"):
+            self._codes = _CODES
+        if os.environ.get("NO_COLOR"):
+            self._codes = {word: code for word, code in self._codes.items() if word in ("bold", "dim")}
 
+    def print(self, *pieces: tuple[str, str], indent: int = 0, wraps: bool = True) -> None:
+        """Print a line, which may take several."""
+        lines = _wrapped(pieces, self.width - indent) if wraps else [pieces]
+        for line in lines:
+            shown = " " * indent
+            for part, style in line:
+                codes = [self._codes[word] for word in style.split() if word in self._codes]
+                shown += f"\x1b[{';'.join(codes)}m{part}\x1b[0m" if codes and part else part
+            self._printed.append(f"{shown}\n")
 
-@contextlib.contextmanager
-def screen(width: int, color: bool) -> Iterator[tuple[Console, Screen]]:
-    """A console ``width`` columns wide, and its text, from which trailing spaces are removed."""
-    out, printed = io.StringIO(), Screen()
-    colors: Literal["auto"] | None = "auto" if color else None
-    yield Console(file=out, width=width, force_terminal=color, color_system=colors, highlight=False), printed
-    printed.text = "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
+    @property
+    def text(self) -> str:
+        """What was printed, without trailing spaces."""
+        return "".join(f"{line.rstrip()}\n" for line in "".join(self._printed).splitlines())
 
 
 def text(document: Document, *, width: int = 100, color: bool = False, detail: Detail = "first") -> str:
     """The document, ``width`` columns wide, with ANSI colours if ``color``."""
-    with screen(width, color) as (console, printed):
-        _print_blocks(console, document.shown(detail, "code last"), detail)
-    return printed.text.lstrip("\n")
+    screen = Screen(width, color)
+    _print_blocks(screen, document.shown(detail, "code last"), detail)
+    return screen.text.lstrip("\n")
 
 
-def _print_blocks(console: Console, blocks: Iterable[Block], detail: Detail, indent: int = 0) -> None:
+def _print_blocks(screen: Screen, blocks: Iterable[Block], detail: Detail, indent: int = 0) -> None:
     before: Block | None = None
     for block in blocks:
         if isinstance(block, Heading):
-            console.print()
+            screen.print()
             if block.text:
-                console.print(Text(visible(block.text), style="bold"))
+                screen.print((visible(block.text), "bold"))
         elif isinstance(block, Say):
-            _print_sentence(console, block, indent)
+            _print_sentence(screen, block, indent)
         elif isinstance(block, Table):
-            _print_table(console, block, detail, indent)
+            _print_table(screen, block, detail, indent)
         elif isinstance(block, CodeBlock):
             lines = visible_lines(block.text)
             # a first screen is short
             if detail == "first":
                 lines = [line for line in lines if line.strip()]
             if not isinstance(before, Table):
-                console.print()
+                screen.print()
             for line in lines:
-                console.print(Text(f"    {line}"), soft_wrap=True)
+                screen.print((f"    {line}", ""), wraps=False)
         elif isinstance(block, Pairs):
-            rows = [[visible(name), visible(value)] for name, value in block.pairs]
-            print_table(console, ["", ""], rows, sentences=True)
+            rows = [[[(visible(part), "")] for part in pair] for pair in block.pairs]
+            print_table(screen, ["", ""], rows, sentences=True)
         elif isinstance(block, Fold):
-            console.print(Padding(Text(visible(block.title, 2000), style=_TONES[block.tone]), (0, 0, 0, indent)))
-            _print_blocks(console, block.blocks, detail, indent + 4)
+            screen.print((visible(block.title, 2000), _TONES[block.tone]), indent=indent)
+            _print_blocks(screen, block.blocks, detail, indent + 4)
         before = block
 
 
-def _print_sentence(console: Console, block: Say, indent: int) -> None:
+def _print_sentence(screen: Screen, block: Say, indent: int) -> None:
     style, style_of_lead = _STYLES.get(block.role, _TONES[block.tone]), ""
     if block.role == "verdict":  # it stands out by itself
         style_of_lead = f"bold {_TONES[block.tone]}".strip()
         style = "" if block.lead else style_of_lead
         if block.detail != "brief":
-            console.print()
+            screen.print()
     elif block.role in ("item", "step"):
         indent += 2
     lead = (fill("{}: ", visible(block.lead, 1000)), style_of_lead)
-    console.print(Padding(Text.assemble(lead, (visible(block.text, 4000), style)), (0, 0, 0, indent)))
+    screen.print(lead, (visible(block.text, 4000), style), indent=indent)
 
 
-def _print_table(console: Console, block: Table, detail: Detail, indent: int) -> None:
+def _print_table(screen: Screen, block: Table, detail: Detail, indent: int) -> None:
     rows = block.rows
     if block.most and detail == "first":
         rows = rows[: block.most]
@@ -117,14 +135,14 @@ def _print_table(console: Console, block: Table, detail: Detail, indent: int) ->
         more = [f"{left_out:,} more {agree(left_out, 'row is', 'rows are')} not shown; a JSON report has all"]
     if len(block.columns) == 1:  # a list
         for line in [*(cell_text(row.cells[0], block.columns[0].type) for row in rows), *more]:
-            console.print(Padding(Text(line), (0, 0, 0, indent + 2)))
+            screen.print((line, ""), indent=indent + 2)
         return
     # a wide table gets more room for its sentences, or puts them below its rows
     least = LEAST_TEXT
     if block.headings > 1 or len(block.columns) > 7:
         least = 2 * LEAST_TEXT
     print_table(
-        console,
+        screen,
         [column.name for column in block.columns],
         [_cells(block, row) for row in rows],
         right=[column.name for column in block.columns if column.type in FIGURES],
@@ -134,11 +152,11 @@ def _print_table(console: Console, block: Table, detail: Detail, indent: int) ->
         cuts=block.detail == "brief",
     )
     for line in more:
-        console.print(Text(line, style="dim"))
+        screen.print((line, "dim"))
 
 
-def _cells(block: Table, row: Row) -> list[Text]:
-    cells = []
+def _cells(block: Table, row: Row) -> list[Styled]:
+    cells = list[Styled]()
     for value, column in zip(row.cells, block.columns, strict=True):
         text, style = cell_text(value, column.type), ""
         if column.type == "status":
@@ -147,21 +165,21 @@ def _cells(block: Table, row: Row) -> list[Text]:
             style = _SEVERITIES.get(text, "")
         elif column.type in WIDE and text == "–":
             text = ""
-        cells.append(Text(text, style=style))
+        cells.append([(text, style)])
     if row.line:
-        cells[-1].append(f"\n{visible(row.line, 1000)}", style="dim")
+        cells[-1] = [*cells[-1], (f"\n{visible(row.line, 1000)}", f"dim {style}".strip())]
     if row.depth:
-        cells[0] = Text("  " * row.depth).append_text(cells[0])
+        cells[0] = [("  " * row.depth, ""), *cells[0]]
     return cells
 
 
-# -- Tables that fit the console
+# -- Tables that fit the screen
 
 
 def print_table(
-    console: Console,
+    screen: Screen,
     names: Sequence[str],
-    rows: Sequence[Sequence[str | Text]],
+    rows: Sequence[Sequence[Styled]],
     *,
     right: Collection[str] = (),
     sentences: bool = False,
@@ -176,61 +194,116 @@ def print_table(
     several lines; it goes below its row if less than ``least`` columns are left. A table that
     ``cuts`` it gives one line to each row where it fits beside the figures.
     """
-    cells = [[Text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
     # what the figures need, and what the sentence beside them would
     figures = len(names) - sentences
-    widths = [max([len(name), *(row[index].cell_len for row in cells)]) for index, name in enumerate(names)]
+    widths = [max([len(name), *(_width(row[index]) for row in rows)]) for index, name in enumerate(names)]
     fixed = sum(widths[:figures]) + _GAP * figures
     wanted = sum(min(width, least) + _GAP for width in widths[figures:]) - _GAP
+    head = [[[(name, "dim")] for name in names]] if any(names) else []
     # one table, whose last column takes several lines
-    if fixed + wanted <= console.width:
-        table = RichTable(box=None, padding=(0, _GAP, 0, 0), header_style="dim", show_header=any(names), pad_edge=False)
-        for index, name in enumerate(names):
-            folds = sentences and index == len(names) - 1
-            side: Literal["left", "right"] = "right" if name in right else "left"
-            table.add_column(name, justify=side, overflow="fold", no_wrap=not folds)
-        for row in cells:
-            if cuts:
-                row[-1].truncate(console.width - fixed, overflow="ellipsis")
-            table.add_row(*row)
-        console.print(table)
+    if fixed + wanted <= screen.width:
+        if cuts and sentences:
+            rows = [[*row[:-1], _cut(row[-1], screen.width - fixed)] for row in rows]
+        limits = [*widths[:figures], screen.width - fixed]
+        folded = [[_wrapped(cell, limit) for cell, limit in zip(row, limits, strict=False)] for row in [*head, *rows]]
+        widths = [max(_width(line) for row in folded for line in row[index]) for index in range(len(names))]
+        for cells in folded:
+            for lines in itertools.zip_longest(*cells, fillvalue=()):
+                screen.print(*_in_columns(names, lines, widths, right), wraps=False)
     # the figures as a table, each sentence below its row
-    elif fixed - _GAP <= console.width:
-        head = [Text(name, style="dim") for name in names]
-        if any(names):
-            cells.insert(0, head)
-        for row in cells:
-            line = Text()
-            for name, cell, width in zip(names, row, widths[:figures], strict=False):
-                aligned = cell.copy()
-                aligned.align("right" if name in right else "left", width)
-                line.append_text(aligned).append(" " * _GAP)
-            console.print(line, soft_wrap=True)
-            if row is not head:
-                _print_below(console, row[figures:])
+    elif fixed - _GAP <= screen.width:
+        for row in [*head, *rows]:
+            screen.print(*_in_columns(names, row, widths[:figures], right), wraps=False)
+            if row not in head:
+                _print_below(screen, row[figures:])
     else:
-        for row in cells:
-            _print_as_block(console, names, row, figures, heading)
+        for row in rows:
+            _print_as_block(screen, names, row, figures, heading)
 
 
-def _print_as_block(console: Console, names: Sequence[str], row: Sequence[Text], figures: int, heading: int) -> None:
+def _in_columns(
+    names: Sequence[str], cells: Sequence[Styled], widths: Sequence[int], right: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """The line of ``cells``, each as wide as its column, with gaps."""
+    for name, cell, width in zip(names, cells, widths, strict=False):
+        space = (" " * (width - _width(cell)), "")
+        yield from [space, *cell] if name in right else [*cell, space]
+        yield " " * _GAP, ""
+
+
+def _print_as_block(screen: Screen, names: Sequence[str], row: Sequence[Styled], figures: int, heading: int) -> None:
     """A row as its heading, then named figures, as many in a line as fit, then sentences."""
-    name, *rest = Text("  ").join(row[:heading]).wrap(console, console.width)
-    console.print(name)
-    _print_below(console, rest)
-    line = Text()
+    name, *rest = _wrapped([piece for cell in row[:heading] for piece in [("  ", ""), *cell]][1:], screen.width)
+    screen.print(*name)
+    _print_below(screen, rest)
+    line: Styled = ()
     for column, cell in zip(names[heading:figures], row[heading:figures], strict=True):
-        if cell.plain in ("", "–"):
+        if _plain(cell) in ("", "–"):
             continue
-        part = Text.assemble((f"{column} ", "dim"), cell)
-        if line.plain and line.cell_len + 3 + part.cell_len > console.width - _INDENT:
-            _print_below(console, [line])
-            line = Text()
-        line.append(" · " if line.plain else "").append_text(part)
-    _print_below(console, [line, *row[figures:]])
+        part = [(f"{column} ", "dim"), *cell]
+        if line and _width(line) + 3 + _width(part) > screen.width - _INDENT:
+            _print_below(screen, [line])
+            line = ()
+        line = [*line, (" · " if line else "", ""), *part]
+    _print_below(screen, [line, *row[figures:]])
 
 
-def _print_below(console: Console, lines: Sequence[Text]) -> None:
+def _print_below(screen: Screen, lines: Iterable[Styled]) -> None:
     for line in lines:
-        if line.plain:
-            console.print(Padding(line, (0, 0, 0, _INDENT)))
+        if _plain(line):
+            screen.print(*line, indent=_INDENT)
+
+
+# -- Pieces of text with styles
+
+
+def _plain(line: Styled) -> str:
+    return "".join(text for text, _ in line)
+
+
+def _width(line: Styled) -> int:
+    return cell_len(_plain(line))
+
+
+def _part(line: Styled, start: int, end: int) -> Styled:
+    """The characters from ``start`` to ``end``."""
+    parts, at = [], 0
+    for text, style in line:
+        piece = text[max(start - at, 0) : max(end - at, 0)]
+        if piece:
+            parts.append((piece, style))
+        at += len(text)
+    return parts
+
+
+def _cut(line: Styled, width: int) -> Styled:
+    """The line, or as much of it as leaves a column for an ellipsis."""
+    if _width(line) <= width:
+        return line
+    *kept, (text, style) = _part(line, 0, len(chop_cells(_plain(line), width - 1)[0]))
+    return [*kept, (f"{text}…", style)]
+
+
+def _wrapped(line: Styled, width: int) -> list[Styled]:
+    """Its lines, each at most ``width`` wide: broken at spaces, and in words that are wider."""
+    lines, start = [], 0
+    for paragraph in _plain(line).split("\n"):
+        breaks, used = [0], 0
+        for word in re.finditer(r"\s*\S+\s*", paragraph):
+            needed = cell_len(word[0].rstrip())
+            if used + needed <= width:
+                used += cell_len(word[0])
+                continue
+            # it begins a line, or several
+            at = word.start()
+            for part in chop_cells(word[0], width) if needed > width else [word[0]]:
+                breaks.append(at)
+                at += len(part)
+                used = cell_len(part)
+        breaks.append(len(paragraph))
+        for at, end in itertools.pairwise(dict.fromkeys(breaks)):
+            lines.append(_part(line, start + at, start + at + len(paragraph[at:end].rstrip())))
+        if not paragraph:
+            lines.append(())
+        start += len(paragraph) + 1
+    return lines
