@@ -108,8 +108,9 @@ def test_no_exception_prevents_its_message(error: BaseException, message: str) -
     assert message_of(error) == message
 
 
-@pytest.mark.parametrize("text", ["x" * 100_000_000, "x\n" * 50_000_000])
-def test_a_huge_message_is_not_copied(text: str) -> None:
+@pytest.mark.parametrize("line", ["x", "x\n"])
+def test_a_huge_message_is_not_copied(line: str) -> None:
+    text = line * (100_000_000 // len(line))  # not as a parameter, or each fork of the test process has it too
     error = ValueError(text)
     tracemalloc.start()
     message = message_of(error)
@@ -164,7 +165,7 @@ class Raises(nn.Module):
     [
         (ValueError("\udc80 \udcff"), "\\udc80 \\udcff"),
         (raising(KeyError()), "<Hostile, whose str() raises KeyError>"),
-        (ValueError("x" * 10_000_000), f"{'x' * (LONGEST_MESSAGE // 2 - 1)}…{'x' * (LONGEST_MESSAGE // 2)}"),
+        (ValueError("x" * 1_000_000), f"{'x' * (LONGEST_MESSAGE // 2 - 1)}…{'x' * (LONGEST_MESSAGE // 2)}"),
     ],
 )
 def test_the_exception_of_a_model_is_its_status(error: Exception, message: str) -> None:
