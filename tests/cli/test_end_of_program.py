@@ -163,7 +163,7 @@ def test_the_end_of_a_timeout_ends_what_a_model_started(
 
 @pytest.mark.slow
 def test_a_guardian_that_is_killed_is_replaced(start: Callable[..., subprocess.Popen[str]]) -> None:
-    process = start("scan", "model.py", "-p", "half", "-p", "bfloat16", "--budget", "2", *FAST)
+    process = start("scan", "model.py", "-p", "half", "-p", "bfloat16", "--budget", "1", *FAST)
     [guardian] = [child for child in psutil.Process(process.pid).children() if "-I" in child.cmdline()]
     guardian.kill()
     _, errors = process.communicate(timeout=60)
@@ -218,7 +218,7 @@ def test_a_signal_to_a_search_shows_the_bases_that_are_finished(
 def test_signals_that_are_ignored_at_the_start_stay_ignored(start: Callable[..., subprocess.Popen[str]]) -> None:
     """As of a command that a script starts in the background, or ``nohup``."""
     ignored = "import signal as s; s.signal(s.SIGINT, s.SIG_IGN); s.signal(s.SIGHUP, s.SIG_IGN)\n"
-    process = start("scan", "model.py", "-p", "half", "--budget", "2", "--fail-on", "never", *FAST, before=ignored)
+    process = start("scan", "model.py", "-p", "half", "--budget", "1", "--fail-on", "never", *FAST, before=ignored)
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGHUP)
     _, errors = process.communicate(timeout=60)

@@ -477,7 +477,7 @@ def test_limits_and_figures_hold_where_a_file_stops_clocks_and_replaces_function
     isolation: str, write: Callable[..., Path], call: Call, tmp_path: Path
 ) -> None:
     saved = tmp_path / "scan.json"
-    options = ("-p", "half,bf16", "--budget", "4", "--no-plan", "--fail-on", "never", "--further-inputs", "0")
+    options = ("-p", "half,bf16", "--budget", "1.5", "--no-plan", "--fail-on", "never", "--further-inputs", "0")
     done = call("scan", write(REPLACES), "--isolation", isolation, "--json", saved, *options)
     assert done.returncode == 0, done.stderr
     result = ScanResult.load(saved)

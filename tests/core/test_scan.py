@@ -58,13 +58,13 @@ class Misbehaves(nn.Module):
     [
         ("exit", "crashed", "exit code 7"),
         ("kill", "crashed", "SIGSEGV"),
-        pytest.param("hang", "timeout", "budget of 2 s", marks=pytest.mark.slow),
+        pytest.param("hang", "timeout", "budget of 1 s", marks=pytest.mark.slow),
         ("sys.exit", "error", None),
         ("memory", "error", None),
     ],
 )
 def test_a_failing_run_affects_only_its_own_row(what: str, status: str, reason: str | None) -> None:
-    budget = 2.0 if what == "hang" else None
+    budget = 1.0 if what == "hang" else None
     options: dict[str, Any] = {"precisions": ["half", "bfloat16"], "times": "off", "further_inputs": 0}
     result = scan(Misbehaves(what), X, budget=budget, **options)
     bad, other = result.run("half"), result.run("bfloat16")
@@ -125,8 +125,8 @@ def test_a_crash_names_the_op_and_the_rest_is_scanned(tmp_path: Path, call: Call
 def test_a_slow_kernel_is_measured_once_and_emulated(tmp_path: Path, call: Call) -> None:
     script = tmp_path / "slow.py"
     forward = "for _ in range(20): x = torch.ops.odd.op(self.linear(x))\n        return x"
-    script.write_text(ODD_OP.format(in_half="time.sleep(0.3)", forward=forward))
-    result = scan_file(call, script, "-p", "half", "--budget", "5", "--no-plan", "--further-inputs", "0")
+    script.write_text(ODD_OP.format(in_half="time.sleep(0.12)", forward=forward))
+    result = scan_file(call, script, "-p", "half", "--budget", "2", "--no-plan", "--further-inputs", "0")
     half = result.run("half")
     assert half.status == "timeout"
     assert half.complete

@@ -148,7 +148,7 @@ def test_a_worker_that_dies_costs_its_row_only(tmp_path: Path, name: str, monkey
     monkeypatch.setattr(journal, "SECONDS", math.inf)  # how often a worker that hangs has told its calls is a time
     line, status = DEADLY[name]
     source = source_of(tmp_path, line)
-    options = {"budget": 2.0} if status == "timeout" else {}
+    options = {"budget": 1.0} if status == "timeout" else {}
     result = scanned(source, "shared", **options)
     assert [run.status for run in result.runs] == ["ok", status, "ok"]
     same_rows(result, scanned(source, "fork", **options))

@@ -227,7 +227,7 @@ class Any(Net):
     def forward(self, x):
         return super().forward(x if isinstance(x, torch.Tensor) else x["a"] if isinstance(x, dict) else x[1])
 model, ones = Any().eval(), TensorDataset(torch.ones(8, 3))
-inputs = {inputs}"""
+inputs = loader = {inputs}"""
     running = {*threading.enumerate(), *multiprocessing.active_children()}
     target = load_target(str(write(text)))
     assert {*threading.enumerate(), *multiprocessing.active_children()} <= running
@@ -235,6 +235,8 @@ inputs = {inputs}"""
     names = run_code(text, "\n".join(target.setup))
     mine, pasted = target.model(*target.args, **target.kwargs), eval(target.form, names)
     assert mine.shape == pasted.shape
+    if kind == "with workers":  # a loader that is garbage waits for them, 10 s
+        names["loader"]._iterator._shutdown_workers()
 
 
 @pytest.mark.parametrize(

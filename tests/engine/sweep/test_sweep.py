@@ -116,7 +116,7 @@ def deadly() -> MeasuredSweep:
     before = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), before])
     try:
-        return build("cpu", jobs=2, worker="killing_full_worker", call_seconds=3)
+        return build("cpu", jobs=2, worker="killing_full_worker", call_seconds=1.5)
     finally:
         os.environ["PYTHONPATH"] = before
 

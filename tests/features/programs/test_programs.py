@@ -482,9 +482,11 @@ def test_exit_is_an_end_and_an_exception_is_said(script: Any) -> None:
 
 def test_a_program_that_does_not_end_is_stopped(script: Any) -> None:
     body = """
+        import time
         pipe = Pipe()
         while True:
             pipe(torch.arange(14).reshape(2, 7))
+            time.sleep(0.2)  # each call that is kept is scanned
     """
     result = scanned(script(body), budget=1.0, precisions="half")
     assert any("stopped after 1 s" in note for note in result.notes)
