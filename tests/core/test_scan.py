@@ -299,22 +299,6 @@ def test_public_names_are_imported_lazily() -> None:
         lowprec_check.nothing  # noqa: B018
 
 
-@pytest.mark.slow
-def test_spawned_workers_load_the_target_again(tmp_path: Path) -> None:
-    """If a process cannot fork, as with an accelerator in use."""
-    from lowprec_check.core.scan import scan_target
-    from lowprec_check.engine.model.target_source import load_here
-    from lowprec_check.engine.model.target_spec import TargetSpec
-    from lowprec_check.schema.options import ScanOptions
-
-    path = tmp_path / "spawned.py"
-    path.write_text("import torch\nmodel = torch.nn.Linear(8, 8).eval()\ninputs = torch.ones(2, 8)\n")
-    source = load_here(TargetSpec(str(path)), 0)
-    result = scan_target(source, "spawn", ScanOptions(precisions=["half"]))
-    assert result.run("half").status == "ok"
-    assert result.run("half").perturbed is False
-
-
 def test_autocast_is_recommended_over_a_cast_if_kernels_are_missing() -> None:
     from test_faults import SpectralNet
 

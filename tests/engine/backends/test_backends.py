@@ -109,17 +109,13 @@ def conv_net_output() -> list[Tensor]:
 
 SMALLER = {
     "spade_decoder": {"torch.randn(1, 64, 16, 16,": "torch.randn(1, 64, 4, 4,"},
-    "cifar_resnet50": {
-        "images(100, seed=1)": "images(10, seed=1)",
-        "images(50, seed=4)": "images(2, seed=4)",
-        "images(2, seed=2)[0]": "images(2, seed=2)[0][..., ::2, ::2]",
-    },
 }
 """What to make smaller: where a CPU has no bf16 arithmetic, a convolution of the whole takes a second or more."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
+# ResNet-50, which trains first, takes a third of the time of all. Its convolutions with batch norm are traced below.
+@pytest.mark.parametrize("file", [p for p in EXAMPLES if p.stem != "cifar_resnet50"], ids=lambda file: file.stem)
 def test_traced_rows_equal_the_printed_code_on_every_example(
     file: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
