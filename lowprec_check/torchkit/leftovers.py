@@ -45,6 +45,8 @@ _PATCHED = (
     *("math", "random", "builtins", "numpy", "os"),
 )
 """Modules whose functions a model may replace."""
+_OF_DYNAMO = ("torch.manual_seed", "torch.nn.Module.__init__", "torch.nn.Module.__setstate__")
+"""What Dynamo replaces for good, when it is imported or compiles first: it computes the same."""
 _CONTAINERS = (dict, list, set, collections.deque)
 
 
@@ -99,7 +101,7 @@ class Leftovers:
         kinds = {f"torch.nn.{name}": kind for name, kind in vars(nn).items() if isinstance(kind, type)}
         for name, namespace in {**patched, "torch.Tensor": Tensor, **kinds}.items():
             for key, value in dict(vars(namespace)).items():
-                if callable(value):
+                if callable(value) and f"{name}.{key}" not in _OF_DYNAMO:
                     self._alive.append(value)
                     yield f"{name}.{key}", id(value)
         # Modules that the user wrote, which hold what their functions remember; not those that are
@@ -151,6 +153,8 @@ class Leftovers:
     def _methods(self, kind: type) -> list[tuple[str, int]]:
         """The functions of a class; its other attributes are restored by the snapshot."""
         methods = {name: value for name, value in vars(kind).items() if callable(value)}
+        if kind is nn.Module:
+            methods = {name: value for name, value in methods.items() if f"torch.nn.Module.{name}" not in _OF_DYNAMO}
         self._alive += methods.values()
         return [(name, id(value)) for name, value in methods.items()]
 

@@ -70,8 +70,9 @@ RESTORED = {
     "a hook on itself": "model.linear.register_forward_hook(lambda module, inputs, output: output * 3)",
     "the default dtype": "torch.set_default_dtype(torch.float64)",
     "a new namespace of ops": "getattr(torch.ops, f'made_by_use_{id(x)}')",
+    "the first code of Dynamo": "import torch._dynamo.mutation_guard as guard; guard.install_generation_tagging_new()",
 }
-"""What a model does in bfloat16 that the snapshot restores."""
+"""What a model does in bfloat16 that the snapshot restores, or that changes nothing for other runs."""
 LEFT = {
     "values of a parameter": "model.linear.weight.data.add_(1.0)",
     "a function of torch": "functional.relu = torch.sin",
