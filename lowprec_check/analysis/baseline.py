@@ -12,6 +12,7 @@ from lowprec_check.analysis.rules.registry import is_selected, rules
 from lowprec_check.analysis.run_summary import was_checked
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.schema.base import Struct, decode, encode, write_file
+from lowprec_check.schema.module_paths import role_of
 from lowprec_check.schema.run_key import EAGER, MemoryFormat
 from lowprec_check.schema.scan_result import Diagnostic, ScanResult
 
@@ -61,15 +62,10 @@ def fingerprint(diagnostic: Diagnostic) -> str:
         words = without_numbers(raised)
     if d.code == "LP301" and d.figures and d.figures.keys().isdisjoint({"error", "share", "note"}):
         words = "NaN or Inf"  # which is worse than an error that was accepted
-    parts = (d.code, d.run_label, d.op, stable_path(d.module), file_of(d.source), words)
+    parts = (d.code, d.run_label, d.op, role_of(d.module or ""), file_of(d.source), words)
     # a separator that no part contains
     text = "\x1f".join(part or "" for part in parts)
     return hashlib.sha256(encodable(text).encode()).hexdigest()[:16]
-
-
-def stable_path(module: str | None) -> str:
-    """``blocks.*.attn`` of ``blocks.3.attn``."""
-    return ".".join("*" if part.isdigit() else part for part in (module or "").split("."))
 
 
 def file_of(source: str | None) -> str:
@@ -106,7 +102,7 @@ def baseline_of(result: ScanResult, known: Baseline | None = None) -> Baseline:
             precision=d.precision,
             backend=d.backend,
             memory_format=d.memory_format,
-            module=stable_path(d.module),
+            module=role_of(d.module or ""),
             op=d.op,
             file=file_of(d.source),
             message=without_numbers(d.message)[:200],

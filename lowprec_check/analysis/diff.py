@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from lowprec_check.analysis.baseline import file_of, stable_path, without_numbers
+from lowprec_check.analysis.baseline import file_of, without_numbers
 from lowprec_check.analysis.conclusion import OPTION, WITH_BASELINE
 from lowprec_check.analysis.run_summary import effective_status, failing_gaps, label, memory_ratio, was_checked
 from lowprec_check.analysis.speed import SHORT_MS, is_faster, speed
@@ -15,6 +15,7 @@ from lowprec_check.analysis.statements.advice import in_fp32
 from lowprec_check.analysis.statements.status import error_text, passes_but, why_not
 from lowprec_check.analysis.training_status import way_text
 from lowprec_check.schema.findings import Recommendation
+from lowprec_check.schema.module_paths import role_of
 from lowprec_check.schema.registry import objects_of_features
 from lowprec_check.schema.run_key import EAGER, RunKey
 from lowprec_check.schema.scan_diff import DiffSide, Direction, Kind, RunPair, ScanChange, ScanDiff
@@ -167,7 +168,7 @@ def _changes(before: Run, after: Run, old: ScanResult, new: ScanResult) -> Itera
         yield ScanChange(kind="status", direction=direction, run=label(after), what=what, old=was, new=is_now)
     # new and fixed failures, a change per op; matched without lines and indices, which move
     failed, failing = (
-        {(gap.op, gap.kind, gap.phase, stable_path(gap.module), file_of(gap.source)): gap for gap in failing_gaps(run)}
+        {(gap.op, gap.kind, gap.phase, role_of(gap.module), file_of(gap.source)): gap for gap in failing_gaps(run)}
         for run in (before, after)
     )
     state: tuple[Direction, str] = ("worse", "new") if was_checked(before) else ("other", "not checked before")

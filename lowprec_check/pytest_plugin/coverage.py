@@ -292,7 +292,7 @@ class CoverageRecorder:
     def pytest_runtest_setup(self) -> Generator[None, object, object]:
         """Record the setup of fixtures, the test, and the teardown."""
         if self._watch is None:
-            from lowprec_check.pytest_plugin.fixture.kept_calls import CallKeeper
+            from lowprec_check.pytest_plugin.fixture.cast_replay import CallKeeper
             from lowprec_check.pytest_plugin.fixture.watch import Watch
 
             self.kept.keeper = CallKeeper(self.kept.position)

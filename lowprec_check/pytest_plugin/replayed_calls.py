@@ -22,7 +22,7 @@ from lowprec_check.pytest_plugin.shared import is_worker
 from lowprec_check.schema.base import Struct
 
 if TYPE_CHECKING:
-    from lowprec_check.pytest_plugin.fixture.kept_calls import CallKeeper
+    from lowprec_check.pytest_plugin.fixture.cast_replay import CallKeeper
 
 
 # -- The messages to and from the process that makes kept calls again, one JSON object per line

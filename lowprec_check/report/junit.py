@@ -10,7 +10,7 @@ from lowprec_check.analysis.conclusion import ScanFailure, failure
 from lowprec_check.analysis.run_summary import fails_elsewhere, label
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.report.foreign_text import visible, without_folders
-from lowprec_check.report.places import places
+from lowprec_check.report.places import places, told
 from lowprec_check.report.runs_table import shown_status
 from lowprec_check.report.scan_document import machine, title
 from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult
@@ -24,9 +24,9 @@ VERDICT = "verdict"
 
 def junit(result: ScanResult) -> str:
     """The suite as a document."""
-    why, said = failure(result), statements(result)
-    texts = {each.kind: each.text for each in said}
-    failures = {name: each.text_of(name) for each in said if each.kind == "failure" for name in each.runs}
+    why, texts = failure(result), told(result)
+    said = (each for each in statements(result) if each.kind == "failure")
+    failures = {name: each.text_of(name) for each in said for name in each.runs}
     root = Element("testsuites", name="lowprec-check")
     suite = SubElement(root, "testsuite", name=visible(without_folders(result.target)))
     properties = {"verdict": texts["verdict"], "fail-on": why.fail_on, "model": title(result)}

@@ -39,10 +39,8 @@ _TIMED = " and its speed against fp32, timed while other work may have run"
 _PREDICTED = "Predicted: emulated on a CPU, nothing ran on that device."
 
 
-def matrix_document(
-    matrix: Matrix, title: str = "Compatibility", *, pages: str | None = ".md", note: str = ""
-) -> Document:
-    """The index: totals, a row per model, and on a page a row per run. ``note`` follows the title.
+def matrix_document(matrix: Matrix, title: str = "Compatibility", *, pages: str | None = ".md") -> Document:
+    """The index: totals, a row per model, and on a page a row per run.
 
     Each model links to ``models/<slug>`` with the suffix ``pages``, unless that is ``None``.
     """
@@ -64,8 +62,6 @@ def matrix_document(
         return " ".join(filter(None, (row.target, shlex.join(row.options[len(options) :]), device)))
 
     blocks: list[Block] = [Say(title, role="title")]
-    if note:
-        blocks.append(Say(note, role="note"))
     # one model may be scanned with several options
     targets = len({row.target for row in scanned})
     times = ""

@@ -196,8 +196,8 @@ def _findings(result: ScanResult, findings: Sequence[FindingGroup]) -> Iterator[
     yield Heading("Findings", anchor="findings", detail="more")
     listed = [group for group in findings if group.severity != "note"]
     notes = [group for group in findings if group.severity == "note"]
-    # Where nothing fails, tables of findings would hide the verdict
-    if listed and all(run.status in ("ok", "skipped") for run in candidates(result.runs)):  # they are in the way then
+    # where nothing fails, tables of findings would hide the verdict
+    if listed and all(run.status in ("ok", "skipped") for run in candidates(result.runs)):
         for group in listed:
             lead = " ".join([group.code, ", ".join(group.runs)]).strip()
             yield Say(f"{group.said} ({group.where or 'model'})", role="item", lead=lead, detail="more")

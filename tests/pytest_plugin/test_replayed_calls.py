@@ -18,8 +18,7 @@ from lowprec_check.catalog.aten import AtenCatalog, AtenSupport
 from lowprec_check.engine.sweep.failures import Raised
 from lowprec_check.pytest_plugin import replayed_calls
 from lowprec_check.pytest_plugin.fixture import watch  # noqa: F401 - imported once for all projects
-from lowprec_check.pytest_plugin.fixture.cast_replay import try_call
-from lowprec_check.pytest_plugin.fixture.kept_calls import MAX_BYTES, CallKeeper, loaded
+from lowprec_check.pytest_plugin.fixture.cast_replay import MAX_BYTES, CallKeeper, loaded, try_call
 from lowprec_check.pytest_plugin.replayed_calls import ReplayAnswer, ReplayTask, replay_calls, with_answer
 
 aten = torch.ops.aten

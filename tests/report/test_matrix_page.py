@@ -155,9 +155,9 @@ def test_without_pages_of_models_there_are_no_links() -> None:
     assert 'href="models/gap.py.html"' in shown(MATRIX, ".html", pages=".html")
 
 
-def test_a_note_is_shown_as_text() -> None:
-    assert "&lt;b&gt;a|b</p>" in shown(MATRIX, ".html", note="<b>a|b")
-    assert shown(MATRIX, title="Title", note="<b>a|b").splitlines()[:3] == ["**Title**", "", r"> \<b\>a|b"]
+def test_a_title_is_shown_as_text() -> None:
+    assert "&lt;b&gt;a|b</h1>" in shown(MATRIX, ".html", title="<b>a|b")
+    assert shown(MATRIX, title="<b>a|b").splitlines()[0] == r"**\<b\>a|b**"
 
 
 def test_zeros_of_a_real_scan_are_told() -> None:

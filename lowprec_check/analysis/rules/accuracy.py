@@ -9,7 +9,7 @@ from typing import Literal
 
 from lowprec_check.analysis.error_shares import is_over_tolerance, is_vague
 from lowprec_check.analysis.next_steps import command
-from lowprec_check.analysis.rules.gaps import from_gaps
+from lowprec_check.analysis.rules.kernels import from_gaps
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule, runs_with_ops, wide_dtype
 from lowprec_check.analysis.rules.relevance import (
     CALIBRATE,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from lowprec_check.analysis.error_shares import CAST_INPUT
-from lowprec_check.analysis.rules.gaps import from_gaps
+from lowprec_check.analysis.rules.kernels import from_gaps
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule, runs_with_ops, wide_dtype
 from lowprec_check.analysis.rules.relevance import (
     gives_inf,

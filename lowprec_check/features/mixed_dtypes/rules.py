@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lowprec_check.analysis.rules.gaps import from_gaps
+from lowprec_check.analysis.rules.kernels import from_gaps
 from lowprec_check.analysis.rules.registry import Finding, rule
 from lowprec_check.schema.axes import device_type
 from lowprec_check.schema.findings import WRITES_INTO, MixedCall, MixedInput

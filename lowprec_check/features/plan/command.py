@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import click
 
@@ -29,7 +30,13 @@ from lowprec_check.cli.options import (
     takes_options,
 )
 from lowprec_check.cli.progress import progress
+from lowprec_check.process import Isolation
 from lowprec_check.schema.options import OUTPUT, PlanOptions
+
+if TYPE_CHECKING:
+    from lowprec_check.engine.model.target_source import TargetSource
+    from lowprec_check.engine.model.target_spec import OnProgress, TargetSpec
+    from lowprec_check.schema.plan import Planning
 
 
 @app.command(cls=WithScriptArguments)
@@ -52,7 +59,6 @@ def plan(
     check_writable(save_plan, "--save-plan")
     with stdout_kept(), progress(request.quiet) as display:
         from lowprec_check.engine.model.target_spec import TargetSpec
-        from lowprec_check.features.plan.plan_file import plan_file
 
         spec = TargetSpec(request.target, tuple(inputs or ()), weights, stream, arguments=request.arguments)
         planning, ended_by = last_before_end(plan_file(spec, options, request.isolation, display.step))
@@ -75,3 +81,21 @@ def plan(
     if ended_by is not None:
         raise ended_by
     raise click.exceptions.Exit(FINDINGS if planning.plan is None else 0)
+
+
+def plan_file(
+    spec: TargetSpec, options: PlanOptions, isolation: Isolation | None = None, on_progress: OnProgress | None = None
+) -> Iterator[Planning]:
+    """Load ``spec`` and search for its plan in a process of its own; yield the result after each
+    base.
+    """
+    from lowprec_check.core.session import Session
+    from lowprec_check.schema.plan import Planning
+
+    yield from Session(spec, options, isolation, options.seconds, on_progress).grow(_growing_planning, Planning)
+
+
+def _growing_planning(source: TargetSource, isolation: Isolation | None, options: PlanOptions) -> Iterator[Planning]:
+    from lowprec_check.features.plan.planner import growing_planning
+
+    yield from growing_planning(source, isolation, options)

@@ -20,8 +20,15 @@ from lowprec_check.engine.model.output_tensors import OutputForm, OutputTensors
 from lowprec_check.engine.model.plain_run import judge
 from lowprec_check.engine.model.prepared import Application, application_of
 from lowprec_check.engine.model.user_code import parameters_of
-from lowprec_check.features.programs.assignments import Assignment, Assignments
-from lowprec_check.features.programs.program_scan import NO_SUCH_CALL, NOTHING, OTHER_INTEGERS, CallError, OtherChoice
+from lowprec_check.features.programs.program_scan import (
+    NO_SUCH_CALL,
+    NOTHING,
+    OTHER_INTEGERS,
+    Assignment,
+    Assignments,
+    CallError,
+    OtherChoice,
+)
 from lowprec_check.features.programs.watching import CallWatcher
 from lowprec_check.process import system
 from lowprec_check.schema.precisions import PRECISIONS
@@ -158,7 +165,11 @@ class ProgramCaster(CallWatcher):
         if key not in self._applied:
             application = application_of(PRECISIONS.get(assignment.precision))
             application.keep_fp32_inputs = tuple(assignment.keep_fp32_inputs)
-            keep_fp32 = list(dict.fromkeys([*assignment.keep_fp32, *self._nested_in_fp32(module)]))
+            # Parts of a model that the program called before, and that stay in fp32
+            in_fp32 = {key for key, other in self._choices.items() if other.precision == "fp32"}
+            parts = ((path, self._keys.get(id(part), (part, ""))[1]) for path, part in module.named_modules())
+            nested = (path for path, key in parts if path and key in in_fp32)
+            keep_fp32 = list(dict.fromkeys([*assignment.keep_fp32, *nested]))
             dtype = next(module.parameters()).dtype
             if not dtype.is_floating_point or dtype.itemsize < 2:
                 dtype = torch.float32
@@ -166,12 +177,6 @@ class ProgramCaster(CallWatcher):
                 application.apply(module, next(module.parameters()).device.type, keep_fp32)
             self._applied[key] = application, dtype
         return self._applied[key]
-
-    def _nested_in_fp32(self, module: nn.Module) -> list[str]:
-        """Parts of a model that the program called before, and that stay in fp32."""
-        in_fp32 = {key for key, assignment in self._choices.items() if assignment.precision == "fp32"}
-        parts = ((path, self._keys.get(id(part), (part, ""))[1]) for path, part in module.named_modules())
-        return [path for path, key in parts if path and key in in_fp32]
 
     def _compared(
         self, key: str, method: str, number: int, integers: list[Tensor], output: OutputTensors, texts: list[str]

@@ -23,12 +23,10 @@ from lowprec_check.engine.model.target import Target, check, forward_of, uncheck
 from lowprec_check.engine.model.target_source import TargetSource
 from lowprec_check.engine.model.target_spec import NOTICE, OnProgress
 from lowprec_check.errors import UsageError, message_of
-from lowprec_check.features.programs.calls_of_model import CallCopy, CallsOfModel
-from lowprec_check.features.programs.first_calls import PlacingWatcher, names_of_modules
-from lowprec_check.features.programs.module_state import State, restore_state
+from lowprec_check.features.programs.calls_of_model import CallCopy, CallsOfModel, State, restore_state
 from lowprec_check.features.programs.program_options import check_fits
 from lowprec_check.features.programs.program_scan import FirstCall, ProgramScan, ScannedModel
-from lowprec_check.features.programs.watching import is_model
+from lowprec_check.features.programs.watching import PlacingWatcher, is_model, names_of_modules
 from lowprec_check.process import Isolation
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.statements import agree, some

@@ -10,8 +10,14 @@ from pathlib import Path
 import msgspec
 
 from lowprec_check.analysis.snippet import prepare
-from lowprec_check.features.programs.assignments import Assignment, Assignments
-from lowprec_check.features.programs.program_scan import FirstCall, PastedCode, ProgramScan, ScannedModel
+from lowprec_check.features.programs.program_scan import (
+    Assignment,
+    Assignments,
+    FirstCall,
+    PastedCode,
+    ProgramScan,
+    ScannedModel,
+)
 from lowprec_check.schema.axes import device_type
 from lowprec_check.schema.precisions import FP16, PRECISIONS
 from lowprec_check.schema.scan_result import ScanResult

@@ -11,7 +11,6 @@ from lowprec_check.analysis.findings import groups, headlines
 from lowprec_check.analysis.run_summary import candidates, label
 from lowprec_check.analysis.statements.advice import verdict
 from lowprec_check.errors import UsageError
-from lowprec_check.features.programs.assignments import recommended_assignment
 from lowprec_check.features.programs.program_scan import (
     AGAIN,
     NOTHING,
@@ -22,6 +21,7 @@ from lowprec_check.features.programs.program_scan import (
     ProgramScan,
     ScannedModel,
     VariableError,
+    recommended_assignment,
 )
 from lowprec_check.report import charts
 from lowprec_check.report.blocks import (
@@ -103,7 +103,9 @@ def _models_table(models: Sequence[ScannedModel]) -> Table:
             continue
         runs = {label(run): run for run in _low_runs(model.scan)}
         statuses = [shown_status(runs[name], model.scan) if name in runs else None for name in names]
-        rows.append(Row([model.name, calls, *statuses, _worst_call(model, model.scan), f"{verdict(model.scan)}."]))
+        failing = [run for run in runs.values() if run.status not in ("ok", "skipped", "unjudged")]
+        worst = str(model.kept[min(run.failed_batch or 0 for run in failing)]) if failing else None
+        rows.append(Row([model.name, calls, *statuses, worst, f"{verdict(model.scan)}."]))
     return Table(columns, rows, "models")
 
 
@@ -289,21 +291,12 @@ def _maker(error: CallError, models: Sequence[ScannedModel]) -> str:
 
 
 def _model_called(error: CallError, models: Sequence[ScannedModel]) -> str:
-    names = {(model.key, ""): model.name for model in models}  # methods are not in older files
-    names |= {(model.key, model.method): model.name for model in models}
+    names = {(model.key, model.method): model.name for model in models}
     return names.get((error.model, error.method), error.model)
 
 
 def _low_runs(scan: ScanResult) -> list[Run]:
     return [run for run in candidates(scan.runs) if run.base is None]
-
-
-def _worst_call(model: ScannedModel, scan: ScanResult) -> str | None:
-    """The number of the first call on which a run fails; ``None`` if each passes on all."""
-    failing = [run.failed_batch or 0 for run in _low_runs(scan) if run.status not in ("ok", "skipped", "unjudged")]
-    if not failing:
-        return None
-    return str(model.kept[min(failing)])
 
 
 SHOWN = 3

@@ -21,15 +21,17 @@ from lowprec_check.engine.model.output_tensors import OutputForm
 from lowprec_check.engine.model.target_spec import LOAD_SECONDS, NOTICE, OnProgress, TargetSpec
 from lowprec_check.engine.model.user_module import use_sources
 from lowprec_check.errors import ProcessLostError, UsageError, first_line, message_of
-from lowprec_check.features.programs.assignments import Assignment, Assignments, assignments_of
 from lowprec_check.features.programs.program_code import forms_of_code, patched, why_no_code
 from lowprec_check.features.programs.program_scan import (
     AGAIN,
     RECOMMENDED,
+    Assignment,
+    Assignments,
     CallError,
     PastedCode,
     ProgramRun,
     ProgramScan,
+    assignments_of,
 )
 from lowprec_check.process import Isolation, system
 from lowprec_check.schema.options import ScanOptions
@@ -297,8 +299,7 @@ def _run_cast(
     ``calls`` are those that are expected, and the most that it may make.
     """
     from lowprec_check.features.programs.casting import ProgramCaster
-    from lowprec_check.features.programs.draws import Draws
-    from lowprec_check.features.programs.running import STOPPED, run_to_end
+    from lowprec_check.features.programs.running import STOPPED, Draws, run_to_end
     from lowprec_check.features.programs.variables import VariableComparison
 
     from_outside = dict.fromkeys(assigned, Assignment("fp32")) if texts else assigned

@@ -36,6 +36,11 @@ class Quantizing(Backend):
     changes_process = True
     tolerance = 0.1
     lowers_precision = True
+    keeps_layers = True
+
+    def code(self, key: RunKey, model: ModelInfo) -> Code:
+        """The same calls of the library."""
+        return self.code_keeping(key, model, ())
 
 
 class Int8(Quantizing):
@@ -45,7 +50,6 @@ class Int8(Quantizing):
     summary = "static quantization to int8: torchao's PT2E and inductor, or Intel's extension on torch 2.8"
     aliases = ("qint8", "quantized")
     calibrates = True
-    keeps_layers = True
 
     def skip_reason(self, precision: Precision, device: str, memory_format: str) -> str | None:
         """The quantizers are for x86 CPUs, and quantize fp32 weights."""
@@ -74,10 +78,6 @@ class Int8(Quantizing):
         errors: list[LayerError] = prepared.layer_errors(model, example.calibration)
         return errors
 
-    def code(self, key: RunKey, model: ModelInfo) -> Code:
-        """The same calls of the library."""
-        return self.code_keeping(key, model, ())
-
     def code_keeping(self, key: RunKey, model: ModelInfo, layers: Sequence[str]) -> Code:
         """The same, without the ``layers``."""
         return quantization_code(key, model, layers)
@@ -87,7 +87,6 @@ class OfFormat(Quantizing):
     """Quantizes linear layers to a format by a configuration of torchao, and compiles the model."""
 
     form: ClassVar[Format]
-    keeps_layers = True
 
     def skip_reason(self, precision: Precision, device: str, memory_format: str) -> str | None:
         """What the rest of the model cannot run in; what is missing; a device without kernels."""
@@ -116,10 +115,6 @@ class OfFormat(Quantizing):
         from lowprec_check.features.quantize.layer_errors import linear_errors
 
         return linear_errors(model, prepared, example.calibration)
-
-    def code(self, key: RunKey, model: ModelInfo) -> Code:
-        """The same calls of torchao."""
-        return self.code_keeping(key, model, ())
 
     def code_keeping(self, key: RunKey, model: ModelInfo, layers: Sequence[str]) -> Code:
         """The same, without the ``layers``."""

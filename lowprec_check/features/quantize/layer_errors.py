@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowprec_check.features.quantize.quantized import Calibration
-from lowprec_check.features.quantize.quantized_linear import QuantizedLinear
+from lowprec_check.features.quantize.quantized_linear import Calibration, QuantizedLinear
 from lowprec_check.schema.axes import Call
 from lowprec_check.schema.measures import LayerError, Outliers
 from lowprec_check.torchkit.devices import seed_everything

@@ -18,7 +18,8 @@ from lowprec_check.torchkit.installation import extension_problem, minor_version
 if TYPE_CHECKING:
     from torch import nn
 
-    from lowprec_check.features.quantize.quantized import Calibration, Quantized
+    from lowprec_check.features.quantize.quantized_linear import Calibration
+    from lowprec_check.features.quantize.static_int8 import Quantized
     from lowprec_check.schema.scan_result import ModelInfo
 
 Library = Literal["ipex", "torchao"]
@@ -78,10 +79,10 @@ def quantize(model: nn.Module, example: Call, calibration: Calibration, keep: Co
     if found is None:
         raise UsageError(f"int8 cannot run here: {missing()}.")
     if found == "ipex":
-        from lowprec_check.features.quantize.ipex_static import quantize_with_ipex
+        from lowprec_check.features.quantize.static_int8 import quantize_with_ipex
 
         return quantize_with_ipex(model, example, calibration)
-    from lowprec_check.features.quantize.torchao_pt2e import quantize_with_torchao
+    from lowprec_check.features.quantize.static_int8 import quantize_with_torchao
 
     return quantize_with_torchao(model, example, calibration, keep)
 
@@ -98,10 +99,10 @@ def load(path: str | Path, extra: Iterable[str]) -> tuple[Quantized, dict[str, s
         needed = "Intel's extension and the torch that fits it" if is_script else "torchao"
         raise UsageError(f"Cannot load {path}: it was quantized by {needed}, which this environment lacks.")
     if is_script:
-        from lowprec_check.features.quantize.ipex_static import load_ipex
+        from lowprec_check.features.quantize.static_int8 import load_ipex
 
         return load_ipex(path, extra)
-    from lowprec_check.features.quantize.torchao_pt2e import load_torchao
+    from lowprec_check.features.quantize.static_int8 import load_torchao
 
     return load_torchao(path, extra)
 

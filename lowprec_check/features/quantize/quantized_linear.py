@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from lowprec_check.errors import UsageError
+from lowprec_check.errors import UsageError, type_name
 from lowprec_check.features.quantize import emulation
 from lowprec_check.features.quantize.formats import Format
-from lowprec_check.features.quantize.quantized import Calibration, nothing_to_quantize
+from lowprec_check.schema.axes import Call
 from lowprec_check.torchkit.compiled import quiet
 from lowprec_check.torchkit.devices import module_of
+
+Calibration = Callable[[], Iterable[Call]]
+"""Returns the calls that a model is calibrated on."""
+
+
+def nothing_to_quantize(
+    model: nn.Module, name: str = "int8", what: str = "convolutions and linear layers", why_left: Iterable[str] = ()
+) -> UsageError:
+    """The error where no layer was quantized: the row would be fp32 under another name."""
+    why = "; ".join(list(dict.fromkeys(why_left))[:3])
+    if why:
+        return UsageError(f"{name} quantizes no layer of {type_name(model)}: {why}.", "Use another backend.")
+    return UsageError(f"{name} quantizes {what}, and found none in {type_name(model)}.", "Use another backend.")
 
 
 class QuantizedLinear:

@@ -12,7 +12,7 @@ from lowprec_check.engine.model.prepared import application_of
 from lowprec_check.engine.model.target import Calibration, make_target
 from lowprec_check.errors import UsageError
 from lowprec_check.features.quantize import libraries
-from lowprec_check.features.quantize.quantized import Quantized
+from lowprec_check.features.quantize.static_int8 import Quantized
 from lowprec_check.schema.axes import BACKENDS
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.torchkit.devices import kept_generators

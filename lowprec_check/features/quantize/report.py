@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from lowprec_check.analysis.run_summary import label
 from lowprec_check.report.blocks import Block, Column, Heading, Row, Say, Table
 from lowprec_check.report.feature_parts import Section
-from lowprec_check.schema.measures import LayerError, Outliers
+from lowprec_check.schema.measures import LayerError
 from lowprec_check.schema.scan_result import ScanResult
-from lowprec_check.schema.statements import Statement, counted, percent
+from lowprec_check.schema.statements import Statement, counted, fill, percent
 
 _COLUMNS = [
     Column("run", "run"),
@@ -64,19 +64,13 @@ def _outliers(layer: LayerError) -> str | None:
     parts = []
     for name, outliers in (("weights", layer.weights), ("activations", layer.activations)):
         if outliers is not None and (outliers.share or outliers.times >= _FAR):
-            parts.append(f"{name}: {_described(outliers)}")
+            share = fill("{}, ", outliers.share and percent(outliers.share))
+            parts.append(f"{name}: {share}channel {outliers.channel} is {outliers.times:.3g} × the median")
     return "; ".join(parts) or None
 
 
 _FAR = 10.0
 """A channel that is so many times as large as the median one is named, whatever its share."""
-
-
-def _described(outliers: Outliers) -> str:
-    times = f"channel {outliers.channel} is {outliers.times:.3g} × the median"
-    if outliers.share:
-        return f"{percent(outliers.share)}, {times}"
-    return times
 
 
 SECTION = Section("causes", quantized_layers)

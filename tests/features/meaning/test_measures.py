@@ -16,7 +16,7 @@ from lowprec_check.engine.model.plain_run import judge, judged, output_tensors
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
 from lowprec_check.errors import UsageError
 from lowprec_check.features.meaning import boxes as boxes_module
-from lowprec_check.features.meaning import logits as logits_module
+from lowprec_check.features.meaning import measures as measures_module
 from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.verdict import Meaning
 from lowprec_check.torchkit import output_comparison
@@ -118,7 +118,7 @@ def test_rows_are_compared_in_parts_as_at_once(monkeypatch: pytest.MonkeyPatch) 
     fp32 = logits(2, 6, 8, 8)
     low, fp32 = output("OrderedDict", out=fp32 + logits(2, 6, 8, 8, scale=0.5, seed=1)), output("OrderedDict", out=fp32)
     at_once = meaning(low, fp32)
-    monkeypatch.setattr(logits_module, "_AT_ONCE", 30)
+    monkeypatch.setattr(measures_module, "_AT_ONCE", 30)
     assert meaning(low, fp32) == at_once
 
 

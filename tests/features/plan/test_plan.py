@@ -32,7 +32,7 @@ from lowprec_check.engine.model.target_source import TargetSource, load_spec
 from lowprec_check.engine.model.target_spec import TargetSpec
 from lowprec_check.engine.model.zoo import import_torchvision
 from lowprec_check.features.plan.apply import describe_modules
-from lowprec_check.features.plan.plan_file import plan_file
+from lowprec_check.features.plan.command import plan_file
 from lowprec_check.features.plan.planner import plan_target
 from lowprec_check.features.plan.report import plan_document
 from lowprec_check.features.plan.trials import Limits

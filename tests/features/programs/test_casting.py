@@ -12,9 +12,7 @@ import torch
 from test_kept_calls import a_program
 from torch import Tensor, nn
 
-from lowprec_check.features.programs.assignments import Assignment
 from lowprec_check.features.programs.casting import ProgramCaster
-from lowprec_check.features.programs.first_calls import place_of
 from lowprec_check.features.programs.program_code import _at_borders
 from lowprec_check.features.programs.program_document import program_document, where_it_parts
 from lowprec_check.features.programs.program_scan import (
@@ -22,12 +20,14 @@ from lowprec_check.features.programs.program_scan import (
     NO_SUCH_CALL,
     NOTHING,
     RECOMMENDED,
+    Assignment,
     CallError,
     ProgramRun,
     ScannedModel,
     VariableError,
 )
 from lowprec_check.features.programs.variables import VariableComparison, check_variables
+from lowprec_check.features.programs.watching import place_of
 from lowprec_check.report.layout.text import text
 from lowprec_check.torchkit.pytree import texts_in
 

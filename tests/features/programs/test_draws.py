@@ -10,7 +10,7 @@ import torch
 import torch._dynamo  # knows functions as they are when it is imported
 from torch import Tensor
 
-from lowprec_check.features.programs.draws import Draws
+from lowprec_check.features.programs.running import Draws
 
 SIZE = 1000
 

@@ -16,23 +16,24 @@ from lowprec_check import watch
 from lowprec_check.engine.model.output_tensors import OutputForm
 from lowprec_check.engine.model.target_spec import TargetSpec
 from lowprec_check.features.programs import calls_of_model
-from lowprec_check.features.programs.assignments import Assignment, assignments_of
 from lowprec_check.features.programs.calls_of_model import MOST, CallsOfModel, Room
 from lowprec_check.features.programs.casting import ProgramCaster
-from lowprec_check.features.programs.first_calls import names_of_modules
 from lowprec_check.features.programs.program_document import program_document
 from lowprec_check.features.programs.program_file import _timed, key_to_blame, missed_calls
 from lowprec_check.features.programs.program_scan import (
     AGAIN,
     OTHER_INTEGERS,
     RECOMMENDED,
+    Assignment,
     CallError,
     OtherChoice,
     ProgramRun,
     ProgramScan,
     ScannedModel,
+    assignments_of,
 )
 from lowprec_check.features.programs.running import run_to_end
+from lowprec_check.features.programs.watching import names_of_modules
 from lowprec_check.report.layout.text import text
 from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.scan_result import Run, ScanResult

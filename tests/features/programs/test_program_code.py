@@ -15,10 +15,9 @@ from shared_result import shared_result
 from lowprec_check.engine.model.target_spec import TargetSpec
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
 from lowprec_check.errors import UsageError
-from lowprec_check.features.programs.assignments import Assignment
 from lowprec_check.features.programs.program_code import forms_of_code, patched, why_no_code
 from lowprec_check.features.programs.program_file import _run_cast, _watched
-from lowprec_check.features.programs.program_scan import PastedCode, ProgramRun, ProgramScan, VariableError
+from lowprec_check.features.programs.program_scan import Assignment, PastedCode, ProgramRun, ProgramScan, VariableError
 from lowprec_check.features.programs.variables import VariableComparison, check_variables
 from lowprec_check.schema.options import ScanOptions
 

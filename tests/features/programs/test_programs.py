@@ -23,13 +23,20 @@ from torch import Tensor, nn
 from lowprec_check import UsageError, watch
 from lowprec_check.engine.model.target_spec import TargetSpec
 from lowprec_check.features.programs import watching
-from lowprec_check.features.programs.assignments import Assignment, assignments_of
 from lowprec_check.features.programs.calls_of_model import MOST, CallsOfModel
 from lowprec_check.features.programs.casting import ProgramCaster
 from lowprec_check.features.programs.models_of_program import _progress_of
 from lowprec_check.features.programs.program_document import check_format, program_document, program_report
 from lowprec_check.features.programs.program_file import scan_program_file
-from lowprec_check.features.programs.program_scan import RECOMMENDED, CallError, ProgramRun, ProgramScan, ScannedModel
+from lowprec_check.features.programs.program_scan import (
+    RECOMMENDED,
+    Assignment,
+    CallError,
+    ProgramRun,
+    ProgramScan,
+    ScannedModel,
+    assignments_of,
+)
 from lowprec_check.features.programs.watching import CallWatcher
 from lowprec_check.report.layout.text import text
 from lowprec_check.report.registry import FORMATS
@@ -382,7 +389,7 @@ def test_calls_beyond_those_of_fp32_are_cast_too(tmp_path: Path, monkeypatch: py
 
 def test_a_run_with_nan_is_saved_and_shown(tmp_path: Path) -> None:
     model = ScannedModel(name="pipe.vae.decode", kind="Vae", calls=1, kept=[1], key="Vae#0", method="decode")
-    run = ProgramRun("half", ["half"], [CallError("Vae#0", 1, None, nonfinite=True)])
+    run = ProgramRun("half", ["half"], [CallError("Vae#0", 1, None, True, method="decode")])
     result = ProgramScan(tool="lowprec-check", target="infer.py", models=[model], runs=[run])
     result.save(tmp_path / "program.json")
     assert msgspec.json.decode((tmp_path / "program.json").read_bytes(), type=ProgramScan) == result

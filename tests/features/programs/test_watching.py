@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowprec_check import UsageError, watch
-from lowprec_check.features.programs.assignments import Assignment
 from lowprec_check.features.programs.calls_of_model import CallsOfModel, Room
 from lowprec_check.features.programs.program_code import why_no_code
-from lowprec_check.features.programs.program_scan import FirstCall, ProgramScan, ScannedModel
+from lowprec_check.features.programs.program_scan import Assignment, FirstCall, ProgramScan, ScannedModel
 from lowprec_check.torchkit.dispatch_mode import is_without_values
 
 

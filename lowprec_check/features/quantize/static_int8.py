@@ -1,24 +1,40 @@
-"""Static quantization by torchao's PT2E and inductor, and the error of each layer."""
+"""Static quantization to int8: by torchao's PT2E and inductor, or by Intel's extension."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
-from lowprec_check.errors import UsageError
+from lowprec_check.errors import UsageError, encodable, message_of, type_name
 from lowprec_check.features.quantize.layer_errors import SquaredError
-from lowprec_check.features.quantize.quantized import Calibration, nothing_to_quantize
+from lowprec_check.features.quantize.quantized_linear import Calibration, nothing_to_quantize
 from lowprec_check.schema.axes import Call
 from lowprec_check.schema.measures import LayerError
 from lowprec_check.torchkit.compiled import quiet
 from lowprec_check.torchkit.devices import seed_everything
 from lowprec_check.torchkit.pytree import leaves
+
+
+class Quantized(Protocol):
+    """A quantized model, called as the model is, in its context (autocast), without gradients."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The output of the model; the first call compiles it."""
+
+    def layer_errors(self, model: nn.Module, calibration: Calibration) -> list[LayerError]:
+        """The error of every quantized layer against fp32, on the inputs of ``calibration``."""
+
+    def save(self, path: str | Path, extra: dict[str, str]) -> None:
+        """Write the converted model, and ``extra``, texts by name."""
+
+
+# -- By torchao
 
 
 def quantize_with_torchao(
@@ -229,3 +245,84 @@ def _watched(module: GraphModule, names: set[str], report: Callable[[str, Tensor
                 graph.call_module(watch, (node,))
     watching.recompile()
     return watching
+
+
+# -- By Intel's extension: prepare, calibrate, convert, trace, freeze
+
+WARM_UP_CALLS = 2
+"""Calls until TorchScript has compiled the fused int8 kernels."""
+
+
+class IpexModel:
+    """A model converted by the extension, a frozen trace."""
+
+    def __init__(self, traced: Any) -> None:
+        self._traced, self._calls = traced, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The output, not of the first calls, which TorchScript profiles: their bits differ."""
+        while self._calls < WARM_UP_CALLS:
+            self._calls += 1
+            with quiet():
+                self._traced(*args, **kwargs)
+        return self._traced(*args, **kwargs)
+
+    def layer_errors(self, model: nn.Module, calibration: Calibration) -> list[LayerError]:
+        """None: the extension runs its layers as functions, out of reach of hooks."""
+        return []
+
+    def save(self, path: str | Path, extra: dict[str, str]) -> None:
+        """Write the trace by ``torch.jit.save``."""
+        with quiet():
+            torch.jit.save(self._traced, path, _extra_files=extra)
+
+
+def quantize_with_ipex(model: nn.Module, example: Call, calibration: Calibration) -> IpexModel:
+    """Observe, calibrate, convert, trace; raises :class:`UsageError` if it cannot be traced."""
+    with quiet(), torch.no_grad():
+        import intel_extension_for_pytorch as ipex
+
+        prepared = _prepared_by_ipex(model, example)
+        with torch.autocast("cpu", enabled=False):  # the ranges are those of fp32
+            for args, kwargs in calibration():
+                prepared(*args, **kwargs)
+        converted = ipex.quantization.convert(prepared)
+        try:
+            args, kwargs = example
+            inputs = {"example_inputs": args} if args else {"example_kwarg_inputs": kwargs}
+            traced = torch.jit.freeze(torch.jit.trace(converted, **inputs, strict=False, check_trace=False))
+        except Exception as error:
+            what = f"torch.jit.trace, which int8 by Intel's extension needs, fails on {encodable(type(model).__name__)}"
+            raise UsageError(f"{what}: {type_name(error)}: {message_of(error)}") from error
+    if not any(node.kind().startswith("aten::quantize_per") for node in traced.inlined_graph.nodes()):
+        raise nothing_to_quantize(model)
+    return IpexModel(traced)
+
+
+def _prepared_by_ipex(model: nn.Module, example: Call) -> nn.Module:
+    """A copy with batch norms folded and observers inserted; it computes in fp32."""
+    import intel_extension_for_pytorch as ipex
+
+    args, kwargs = example
+    with torch.autocast("cpu", enabled=False):
+        # prepare changes the memory format of the weights of the model that it is given, also if it
+        # copies it.
+        prepared: nn.Module = ipex.quantization.prepare(
+            copy.deepcopy(model),
+            ipex.quantization.default_static_qconfig_mapping,
+            example_inputs=args or None,
+            example_kwarg_inputs=None if args else kwargs,
+            inplace=True,
+        )
+    return prepared
+
+
+def load_ipex(path: str | Path, extra: Iterable[str]) -> tuple[IpexModel, dict[str, str]]:
+    """The model that :meth:`IpexModel.save` wrote, and its texts."""
+    with quiet():
+        import intel_extension_for_pytorch  # noqa: F401 - registers the operators of the trace
+
+        found: dict[str, Any] = dict.fromkeys(extra, "")
+        traced = torch.jit.load(path, _extra_files=found)
+    texts = {name: text.decode() if isinstance(text, bytes) else text for name, text in found.items()}
+    return IpexModel(traced), texts
