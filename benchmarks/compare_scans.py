@@ -28,7 +28,12 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 TRAINING = {"train_classifier": "2", "train_gan": "2", "train_language_model": "3"}
 TORCHVISION = "alexnet convnext_tiny densenet121 efficientnet_b0 mnasnet0_5 mobilenet_v3_small regnet_x_400mf "
-TORCHVISION += "shufflenet_v2_x0_5 squeezenet1_1 swin_t vgg11_bn lraspp_mobilenet_v3_large"
+TORCHVISION += (
+    "shufflenet_v2_x0_5 squeezenet1_1 swin_t vgg11_bn lraspp_mobilenet_v3_large regnet_y_400mf resnext50_32x4d"
+)
+TRANSFORMERS = "roberta llama vit deit electra albert beit bert-generation big_bird camembert convbert data2vec-text "
+TRANSFORMERS += "ernie layoutlm longformer megatron-bert mpnet mra nystromformer olmo phi rembert roc_bert splinter "
+TRANSFORMERS += "vit_mae xlm-roberta yoso"
 TINY = "num_hidden_layers=2,hidden_size=64,num_attention_heads=4,intermediate_size=128"
 SCANS: dict[str, tuple[str, ...]] = {
     **{
@@ -40,7 +45,7 @@ SCANS: dict[str, tuple[str, ...]] = {
         if path.stem != "cifar_resnet50"  # it trains its model first, for minutes
     },
     **{name: (f"torchvision:{name}", "--inputs", "1x3x64x64") for name in TORCHVISION.split()},
-    **{name: (f"transformers:{name},{TINY}",) for name in ("roberta", "llama", "vit", "deit", "electra")},
+    **{name: (f"transformers:{name},{TINY}",) for name in TRANSFORMERS.split()},
     "without_dot": ("examples/spade_decoder.py", "--without-kernel", "aten.dot:half"),
     "resnet18": ("torchvision:resnet18", "--inputs", "1x3x64x64"),
     "mobilenet_v2": ("torchvision:mobilenet_v2", "--inputs", "1x3x64x64", "--memory-format", "channels_last"),
