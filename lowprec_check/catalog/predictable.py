@@ -164,7 +164,6 @@ def predicted_device(name: str, torch: str, installed: str) -> PredictedDevice:
     """The device ``name`` with a version of ``torch``, where the version ``installed`` runs; raises
     :class:`UsageError` for one that the catalog does not cover.
     """
-    # The catalog must cover the device, and the release unless it is the installed one.
     device, release, here = device_of(name), release_of(torch), release_of(installed)
     known = [entry for entry in catalogued() if (declared.releases(entry) if is_declared(entry) else history(entry))]
     if device.name not in known:

@@ -393,18 +393,16 @@ class CoverageRecorder:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Look up the operators, write the report, and fail the run if that was asked for."""
-        # A worker of pytest-xdist only sends what it has recorded.
         self.kept.finish()
         self.completed.finish()
         if self._watch is not None:
             self._watch.close()
-        if is_worker(self.config):
+        if is_worker(self.config):  # which only sends what it has recorded
             self.config.workeroutput[_POLICIES] = self._autocast_policies()  # type: ignore[attr-defined]
             return
         if not self.ran:
             self.not_written = "no test ran"
             return
-        # Look up the operators; the gate may fail the run.
         stopped = session.shouldstop or session.shouldfail or session.exitstatus == pytest.ExitCode.INTERRUPTED
         self.stopped_early = bool(stopped)
         self.policies = self.policies or self._autocast_policies()
@@ -412,7 +410,6 @@ class CoverageRecorder:
         self.gate.judge(self.found)
         if self.gate.fails and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        # Write the results, but do not replace a baseline by a coverage that it would not accept.
         self.junit.add(self.found, self.gate)
         if self.how == "github":
             self.no_summary = coverage_gate.write_summary(self.found, self.gate)

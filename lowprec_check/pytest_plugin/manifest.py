@@ -292,10 +292,10 @@ class Change(NamedTuple):
 
 def updated(before: Manifest, results: Mapping[str, Result], missing: Iterable[KnownFailure] = ()) -> Change:
     """Update ``before`` by the results of the tests that ran; tests of ``missing`` do not exist.
-    Other entries are unchanged, also patterns: a test that raises something else than its pattern
-    gets its own entry. Reasons and other keys are kept, but for a ``match`` that fails.
+    Other entries are unchanged, also patterns, which are about other tests too: a test that raises
+    something else than its pattern gets its own entry. Reasons and other keys are kept, but for a
+    ``match`` that fails.
     """
-    # A pattern is never changed, since it is about other tests too
     gone, added, changed, edit = [*missing], [], [], []
     after = [entry for entry in before if entry not in gone]
     for test, (raised, entry, expected, matched) in results.items():

@@ -253,7 +253,6 @@ _OTHER_NAMES = {"precision": "precisions", "devices": "device"}
 
 def cases(mark: pytest.Mark) -> list[Case]:
     """The cases of a marker, which must be right: each precision on each device, in their order."""
-    # The arguments by their first names.
     arguments: dict[str, Any] = {}
     if mark.args:
         arguments["precisions"] = [precision for value in mark.args for precision in _several(value)]
@@ -265,7 +264,6 @@ def cases(mark: pytest.Mark) -> list[Case]:
             raise UsageError(f"{first} is given twice.", "Give it once.")
         arguments[first] = value
     arguments = _ARGUMENTS | arguments
-    # What they may be.
     names = low_names()
     words = [word for text in _several(arguments["precisions"]) for word in words_in(text)]
     precisions = [PRECISIONS.get(word, names).name for word in words]

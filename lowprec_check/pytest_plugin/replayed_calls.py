@@ -36,7 +36,7 @@ class ReplayTask(Struct, frozen=True, kw_only=True):
     dtype: Dtype
     device: str
     call: bytes
-    """The arguments, as :func:`kept_calls.loaded` reads them."""
+    """The arguments, as :func:`cast_replay.loaded` reads them."""
 
 
 class ReplayAnswer(Struct, frozen=True, kw_only=True):
@@ -56,8 +56,8 @@ Answers = dict[tuple[str, Dtype], ReplayAnswer]
 
 # -- One call of the tests is made again in the dtype, in a process of its own
 #
-# While tests run, ``fixture/kept_calls.py`` keeps a call of each op that the catalog does not know;
-# ``fixture/cast_replay.py`` makes it again.
+# While tests run, ``fixture/cast_replay.py`` keeps a call of each op that the catalog does not
+# know, and makes it again.
 
 _KEPT = "lowprec_kept_calls"
 _TRIED = "one call of these tests, tried here,"

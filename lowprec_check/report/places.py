@@ -46,7 +46,6 @@ class Place(NamedTuple):
 
     def sentence(self, message: Message, what_to_do: str = " → ") -> str:
         """``half, bfloat16: mul: message (in timm/x.py:7) → what to do``; no runs if about all."""
-        # what it is about: runs and op, where there are some
         about = "".join(f"{visible(part)}: " for part in (", ".join(message.runs), self.group.op) if part)
         # `` (in blocks.0.mlp, timm/mlp.py:42 and 3 more places)``, without the line itself
         found = dict.fromkeys((d.module or "", (d.caller and d.source) or "") for d in message.found)

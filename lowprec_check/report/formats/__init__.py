@@ -34,7 +34,6 @@ class TextFormat(ReportFormat):
 
     def lay_out(self, document: Document, detail: Detail = "first") -> str:
         """Blocks as text, 100 columns wide."""
-        # Rich is imported only for text
         from lowprec_check.report.layout.text import text
 
         return text(document, detail=detail)
@@ -71,7 +70,6 @@ class HtmlFormat(ReportFormat):
 
     def lay_out(self, document: Document) -> str:
         """Blocks as a page."""
-        # only pages need it
         from lowprec_check.report.layout.html import html
 
         return html(document)
