@@ -429,8 +429,8 @@ def test_an_interrupted_run_takes_nothing(suite: pytest.Pytester, monkeypatch: p
 def test_a_crashed_worker_takes_nothing(suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     before = Path("base.json").read_bytes()
     monkeypatch.setenv("WRONG_test_qr", "crash")
-    for options in ((), ("-x",)):
-        result = run(suite, "-n2", "--lowprec-report", "base.json", *options)
+    for options in (("-n2",), ("-n1", "-x")):
+        result = run(suite, "--lowprec-report", "base.json", *options)
         assert result.ret in (FAILED, pytest.ExitCode.INTERRUPTED)
         assert json.loads(Path("base.json").read_text())["incomplete"]["test_suite.py::test_qr"] == "crashed"
         assert "crashed: test_suite.py::test_qr" in result.stdout.str()

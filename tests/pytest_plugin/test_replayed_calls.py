@@ -251,7 +251,7 @@ def test_what_cannot_be_kept_says_why() -> None:
 def with_killers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """The process has the ops of `killing_replay`."""
     monkeypatch.setattr(replayed_calls, "WORKER", "killing_replay")
-    monkeypatch.setattr(replayed_calls, "CALL_SECONDS", 3.0)
+    monkeypatch.setattr(replayed_calls, "CALL_SECONDS", 1.5)
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"), prepend=":")
     return tmp_path
 

@@ -234,7 +234,7 @@ class In64Bits(Mlp):
 @pytest.mark.parametrize(
     ("act", "note"),
     [
-        (lambda: work_for(60), "the budget of 6 s ended after the output was judged"),
+        (lambda: work_for(60), "the budget of 4 s ended after the output was judged"),
         (lambda: os.kill(os.getpid(), signal.SIGSEGV), "SIGSEGV"),
         (lambda: sys.exit(3), "checking the compiler failed: SystemExit: 3"),
     ],
@@ -247,7 +247,7 @@ def test_what_ends_the_check_leaves_the_verdict(
         "precisions": "bfloat16",
         "backends": "noisy",
         "plan": False,
-        "budget": 6.0,
+        "budget": 4.0,
     }  # fp32 must keep it in a large process too
     run = scan(In64Bits(act).eval(), draw(4, 16), **options).run("bfloat16", "noisy")  # type: ignore[arg-type]
     assert (run.status, run.compiler) == ("ok", None)

@@ -308,11 +308,13 @@ def test_a_product_under_autocast_keeps_those_of_its_operands_there(call: Call) 
     assert (found.proven[0].error_after or 0.0) > 0  # fp32 would be exact
 
 
-SLOW = "spade_decoder"  # of which every precision passes here, after a minute: it has a test with a missing kernel
+# Of which every precision passes here, after a while: nothing is fixed. The decoder has a test with a missing kernel.
+SLOW = ("spade_decoder", "cifar_resnet50")
+NAMES = sorted(file.stem for file in (ROOT / "examples").glob("*.py") if file.stem not in SLOW)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(file.stem for file in (ROOT / "examples").glob("*.py") if file.stem != SLOW))
+@pytest.mark.parametrize("name", NAMES)
 def test_what_fails_in_an_example_is_fixed_or_explained(call: Call, name: str) -> None:
     done = call("fix", ROOT / "examples" / f"{name}.py", "-q", "--json", "-", "--further-inputs", "0", folder=ROOT)
     assert done.returncode in (0, 1), done.stderr
