@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import importlib
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,7 +42,7 @@ from lowprec_check.errors import Terminated, UsageError
 from lowprec_check.report.foreign_text import visible
 from lowprec_check.report.registry import FORMATS
 from lowprec_check.schema.options import FAIL_BY_DEFAULT, OUTPUT, FailOn, ScanOptions
-from lowprec_check.schema.registry import choices
+from lowprec_check.schema.registry import choices, modules_of_features
 from lowprec_check.schema.statements import agree, counted
 
 if TYPE_CHECKING:
@@ -107,7 +107,8 @@ def scan(
     fast they are, and what to do.
     """
     from lowprec_check.analysis.conclusion import asked_to_fail_on, failure
-    from lowprec_check.analysis.rules.registry import check_codes
+    from lowprec_check.analysis.rules.registry import check_codes, rules
+    from lowprec_check.analysis.statements.kinds import kinds
 
     # What can be wrong is checked first: a scan takes minutes.
     check_writable(json, "--json")
@@ -133,11 +134,13 @@ def scan(
         earlier = _unfinished(json)
 
         def grown(so_far: ScanResult) -> None:
-            # While runs go on: the report need not wait for what prints it.
-            for module in ("scan_document", "layout.text") if printed.name == "text" else ():
-                importlib.import_module(f"lowprec_check.report.{module}")
             keys = options.keys(so_far.runs[0].device)
             display.done(so_far, len(keys))
+            # While runs go on: the report need not wait for what concludes and prints it.
+            for load in (rules, kinds, partial(modules_of_features, "advice"), partial(modules_of_features, "report")):
+                load()
+            for module in ("scan_document", "layout.text") if printed.name == "text" else ():
+                importlib.import_module(f"lowprec_check.report.{module}")
             if json is not None and not is_printed:
                 _save_so_far(so_far, keys, json)
 
@@ -187,7 +190,7 @@ def _apply_baseline(
     saves: Saves = []
     if update and path is not None:
         accepted = baseline_of(result, accepted)
-        saves = [(functools.partial(save, accepted), path)]
+        saves = [(partial(save, accepted), path)]
         print_status(f"{counted(len(accepted.findings), 'finding')} accepted in {path}")
     if accepted is None:
         return result, saves

@@ -43,7 +43,10 @@ def machine_and_isolation(
     source: TargetSource, isolation: Isolation | None, device: str | None, find: Callable[[], Machine]
 ) -> tuple[Machine, Isolation]:
     """What ``find`` returns, where ``device`` may be initialized, and how runs are isolated."""
-    machine = isolated(find, source.isolation_of_functions(isolation, device), Machine)
+    where: Isolation = "none"
+    if torch.accelerator.current_accelerator() is not None:  # else there is nothing that could be initialized
+        where = source.isolation_of_functions(isolation, device)
+    machine = isolated(find, where, Machine)
     isolation = isolation or isolation_on(machine.runs_on, source.best_on(machine.runs_on))
     if machine.predicted is not None and isolation not in ("fork", "spawn"):
         raise UsageError(

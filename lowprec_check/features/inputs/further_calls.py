@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -319,15 +320,16 @@ CONFIDENCE = 0.95
 """The least probability with which the interval holds the share."""
 
 
+@functools.cache
 def failing_share(failed: int, tried: int, *, looks: int = 1) -> tuple[float, float]:
     """The Clopper-Pearson interval for the share of inputs that fail."""
 
     def share_with(most: int, probability: float) -> float:
         """The share at which at most ``most`` fail with this ``probability``, by bisection."""
         low, high = 0.0, 1.0
+        ways = [math.lgamma(tried + 1) - math.lgamma(k + 1) - math.lgamma(tried - k + 1) for k in range(most + 1)]
         for _ in range(50):
             share = (low + high) / 2
-            ways = (math.lgamma(tried + 1) - math.lgamma(k + 1) - math.lgamma(tried - k + 1) for k in range(most + 1))
             logs = (way + k * math.log(share) + (tried - k) * math.log1p(-share) for k, way in enumerate(ways))
             # The probability falls with the share.
             if math.fsum(map(math.exp, logs)) > probability:

@@ -16,7 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lowprec_check.analysis.conclusion import conclude
+from lowprec_check.analysis.conclusion import advised
 from lowprec_check.analysis.recommend import recommended_run
 from lowprec_check.analysis.snippet import snippet
 from lowprec_check.core.feature_hooks import Feature
@@ -186,8 +186,7 @@ class PrintedCodeFeature(Feature):
         if self._worker is None:
             return None
         try:
-            concluded = conclude(result)
-            request = _request(batches[0], concluded, options)
+            request = _request(batches[0], advised(result), options)
             if request is None:
                 return None
             now = system.monotonic()
