@@ -124,6 +124,10 @@ class Mode:
         """What to do instead of ``task`` if its worker ended without a verdict; or ``None``."""
         return None
 
+    def between(self, runs: Sequence[Run]) -> Sequence[Run]:
+        """Those of ``runs``, all of which pass, between which speed decides."""
+        return runs
+
     # -- In a worker
 
     def begin(self, target: Target, send: Send) -> None:

@@ -19,6 +19,7 @@ from lowprec_check.analysis.speed import CLEAR, is_faster, ratio_text, speed
 from lowprec_check.analysis.statements.advice import verdict as verdict_of
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.compat.scan_process import Request, row_of
+from lowprec_check.core.mode import Mode
 from lowprec_check.features.times.rounds import RoundSchedule, TurnTimed
 from lowprec_check.features.times.timed_runs import _rivals
 from lowprec_check.report.blocks import SpeedOf, speed_text
@@ -254,7 +255,8 @@ def test_rivals_are_timed_again_until_they_can_be_told_apart() -> None:
     )
 
     def rivals(*runs: Run) -> list[str]:
-        return [run.precision for run in _rivals(runs, {run.key: run.latency for run in runs if run.latency})]
+        latencies = {run.key: run.latency for run in runs if run.latency}
+        return [run.precision for run in _rivals(runs, latencies, Mode())]
 
     assert rivals(wide, narrow, slow) == ["half", "bfloat16"]
     assert rivals(narrow, slow) == []

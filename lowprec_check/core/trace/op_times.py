@@ -17,7 +17,7 @@ from lowprec_check.schema.op_calls import OpCall
 
 SEEMS_SLOW, LEAST_SECONDS = 2.0, 1e-3
 """Calls are timed again that took so many times as long as in fp32, and at least so long."""
-LONG_SECONDS = 0.5
+LONG_SECONDS = 0.1
 """In a longer call, neither caches nor memory matter: it is not repeated."""
 MOST_SECONDS = 3.0
 """How long calls are repeated in a run."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from lowprec_check.core.trace.dispatched_call import DispatchedCall
+from lowprec_check.core.trace.execution import Retry
 from lowprec_check.core.trace.lockstep import GeneratorState, followed, has_drawn, rerun, state_before
 from lowprec_check.core.trace.ops import Args, Kwargs, map_args, tensors_in, traits
 from lowprec_check.core.trace.places import CallSite
@@ -118,6 +119,34 @@ def _finite(tensor: Tensor) -> bool:
     return is_exact or bool(tensor.isfinite().all())
 
 
+# -- without the kernels of a format that the device does not accelerate
+
+
+class Emulated(DispatchMode):
+    """Computes ops in fp32, and rounds their results to ``low``; what draws stays as it is."""
+
+    def __init__(self, low: torch.dtype) -> None:
+        super().__init__()
+        self._low = low
+
+    def handle(self, func: Any, args: Any, kwargs: Any, keys: AutocastKeys) -> Any:
+        """Run the op."""
+        call = DispatchedCall(func, args, kwargs, keys)
+        if state_before(call) is not None:
+            return call.run()
+        return emulated(call, self._low)
+
+
+def emulated(call: DispatchedCall, low: torch.dtype) -> Any:
+    """The result of ``call``, of narrow inputs in fp32 and rounded; of a cast, as it is."""
+    retry = Retry(call.func, call.args, call.kwargs, low)
+    is_quick = call.traits.view or call.traits.casts or call.traits.mutable
+    if is_quick or retry.mixed or not retry.low_precision:
+        return call.run()
+    with torch._C._DisableAutocast():
+        return retry.widened()
+
+
 # -- the same random numbers in two runs
 
 
@@ -135,18 +164,19 @@ class DrawsDiffer(Exception):  # noqa: N818 - not an error of the user
 
 
 class RecordDraws(DispatchMode):
-    """Records the random calls of a run."""
+    """Records the random calls of a run; ``emulates``: the dtype in which others are emulated."""
 
-    def __init__(self) -> None:
+    def __init__(self, emulates: torch.dtype | None = None) -> None:
         super().__init__()
         self.draws: list[Draw] = []
+        self._emulates = emulates
 
     def handle(self, func: Any, args: Any, kwargs: Any, keys: AutocastKeys) -> Any:
         """Run the op, and record it if it draws."""
         call = DispatchedCall(func, args, kwargs, keys)
         state = state_before(call)
         if state is None:
-            return call.run()
+            return call.run() if self._emulates is None else emulated(call, self._emulates)
         inputs = [widen(tensor).clone() for tensor in call.inputs if is_float(tensor)]
         out = call.run()
         if has_drawn(call, state):

@@ -36,7 +36,7 @@ class Times(Feature):
         """In rounds over all, unless times mean nothing or are not asked for."""
         if not runs.has_times or runs.fp32 is None:
             return None
-        return time_runs(runs.fp32, others, runs.task_of, runs.launcher)
+        return time_runs(runs.fp32, others, runs.task_of, runs.launcher, runs.mode)
 
 
 TIMES = Times()

@@ -22,6 +22,7 @@ from lowprec_check.analysis.speed import FAILED_WHILE_TIMED, TOLD, waits_for_hos
 from lowprec_check.core.feature_hooks import TimedRuns
 from lowprec_check.core.launcher import Launcher
 from lowprec_check.core.messages import Receive, Send, Started, TaskAnswer, TaskMessage
+from lowprec_check.core.mode import Mode
 from lowprec_check.core.preparation import on_backend, prepared_for
 from lowprec_check.core.task_workers import TaskWorker, start_worker
 from lowprec_check.core.tasks import ModelTask
@@ -62,7 +63,9 @@ AT_ONCE = 5
 """Runs timed beside fp32 in the same rounds."""
 
 
-def time_runs(fp32: Run, runs: Sequence[Run], task_of: Callable[[Run], ModelTask], launcher: Launcher) -> TimedRuns:
+def time_runs(
+    fp32: Run, runs: Sequence[Run], task_of: Callable[[Run], ModelTask], launcher: Launcher, mode: Mode
+) -> TimedRuns:
     """``fp32`` and ``runs`` with times in rounds; the others keep the time of their plain part."""
     timed = [run for run in runs if _is_timed(run, fp32, accelerated=task_of(run).accelerated)]
     seconds_of_a_round = sum((run.latency_ms or 0.0) / 1e3 for run in (fp32, *timed))
@@ -100,7 +103,7 @@ def time_runs(fp32: Run, runs: Sequence[Run], task_of: Callable[[Run], ModelTask
     if timed or fp32.latency_ms is None or fp32.latency_ms < LONG_SECONDS * 1e3:
         for start in range(0, max(1, len(timed)), AT_ONCE):
             take([fp32, *timed[start : start + AT_ONCE]])
-    rivals = _rivals(timed, latencies)
+    rivals = _rivals(timed, latencies, mode)
     if rivals and rounds.ROUNDS_SECONDS and seconds_of_a_round <= MOST_AGAIN_SECONDS:
         take([fp32, *rivals], final=True)
 
@@ -139,9 +142,9 @@ def _worst(conditions: Sequence[TimingConditions]) -> TimingConditions:
     return TimingConditions(waited=max(waited, default=None), speed_change=max(changes, default=None))
 
 
-def _rivals(timed: Sequence[Run], latencies: Mapping[RunKey, Latency]) -> list[Run]:
+def _rivals(timed: Sequence[Run], latencies: Mapping[RunKey, Latency], mode: Mode) -> list[Run]:
     """The passing runs that may be the fastest, if times do not tell and more rounds may."""
-    passing = [run for run in candidates(timed) if passes_all(run, timed)]
+    passing = mode.between([run for run in candidates(timed) if passes_all(run, timed)])
     labels = {run.key.label for run in passing}
     speedups = []
     for run in passing:

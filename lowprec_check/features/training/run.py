@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
 from torch import Tensor
 
+from lowprec_check.analysis.training_status import keeps_weights
 from lowprec_check.core.explanation import explain
 from lowprec_check.core.feature_hooks import Feature
 from lowprec_check.core.machine import Machine
@@ -86,6 +87,10 @@ class Training(Mode):
     def is_hopeless(self, task: ModelTask, so_far: RunSoFar) -> bool:
         """Whether a step was so long."""
         return so_far.seconds > task.hopeless_seconds
+
+    def between(self, runs: Sequence[Run]) -> Sequence[Run]:
+        """Those that keep the weights in fp32, if any do: no other is recommended beside them."""
+        return [run for run in runs if keeps_weights(run)] or runs
 
     def failure_hint(self, error: ExceptionInfo, device: str, target: Target) -> str | None:
         """What to repair in the script first."""

@@ -15,7 +15,7 @@ from lowprec_check.core.messages import PartFailed, Reporter, Send
 from lowprec_check.core.preparation import in_fp32
 from lowprec_check.core.tasks import ModelTask
 from lowprec_check.core.trace.places import Places
-from lowprec_check.core.trace.plain_modes import DrawsDiffer, RecordDraws, ReplayDraws
+from lowprec_check.core.trace.plain_modes import DrawsDiffer, Emulated, RecordDraws, ReplayDraws
 from lowprec_check.engine.model.plain_run import describe_error
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.target import Target
@@ -35,6 +35,7 @@ from lowprec_check.features.training.steps import (
 from lowprec_check.features.training.training_reference import (
     MOST,
     FirstGradients,
+    GradientComparison,
     Largest,
     LargestGradient,
     TrainingReference,
@@ -124,12 +125,13 @@ class TrainingPart(TrainingSteps):
         ways, usual = self._ways[1:], self._training.ways[0]
         needs_scale = SUGGESTED.suits(self.ready.precision)
         # Where the format is not accelerated, others matter only if the usual way fails; but for
-        # what shows its gradients, and a scale for those that it loses.
+        # a scale for gradients that are lost without one.
         is_decided = usual.status == "ok" and self.task.is_hopeless(self.report.so_far)
         if is_decided:
             why = f"{self.ready.precision.format.short} is not accelerated here, and the usual way passes: --thorough"
-            self._report(untried={way.name: why for way in ways if way != PLAIN})
-            ways = [way for way in ways if way == PLAIN]
+            has_overflow = PLAIN in ways and self._emulate_gradients()
+            ways = [way for way in ways if way == PLAIN and has_overflow]
+            self._report(untried={way.name: why for way in self._ways[1:] if way not in ways})
         # Together they may take as long as one way: a precision that is slow here is slow in each.
         self._try_each(ways, self._make(self.trained.values()))
         if is_decided and not usual.skipped_steps:
@@ -142,6 +144,27 @@ class TrainingPart(TrainingSteps):
         parameters = list(self.trained.values())
         if any(p.dtype in NARROW and underflows(p.dtype) for p in parameters):
             self._report(epsilon=check_epsilon(parameters, self._make))
+
+    def _emulate_gradients(self) -> bool:
+        """Send the gradients of the first step without a loss scale, computed in fp32 and rounded;
+        whether some are not finite.
+        """
+        self._snapshot.rewind()
+        emulated = Emulated(self.ready.application.dtype)
+        step = first_step_under(emulated, self.ready, self.target, self.task.seed)
+        if not step.gradients or not self._reference.gradients:
+            return False
+        compared = compare_gradients(step.gradients, self._reference.gradients)
+        self._report(**self._gradients_without_scale(compared))
+        return any(gradient.overflow for gradient in compared.parameters)
+
+    def _gradients_without_scale(self, compared: GradientComparison) -> dict[str, Any]:
+        """The fields of what was ``compared`` in a step without a loss scale."""
+        fields = {"gradients": compared.parameters, "gradient_error": compared.error}
+        fields["same_draws"] = self._reference.draws
+        if underflows(self.ready.application.dtype):
+            fields["underflow"] = compared.underflow
+        return fields
 
     def compare_extension(self) -> None:
         """Train in the ways of Intel's extension that the optimizer has; it stays imported here."""
@@ -259,10 +282,7 @@ class TrainingPart(TrainingSteps):
                 }
                 way = msgspec.structs.replace(way, underflow=lost)
             else:
-                changes |= {"gradients": compared.parameters, "gradient_error": compared.error}
-                changes["same_draws"] = self._reference.draws
-                if underflows(self.ready.application.dtype):
-                    changes["underflow"] = compared.underflow
+                changes |= self._gradients_without_scale(compared)
         self._report(ways=[*self._training.ways, way], **changes)
 
     def _report(self, **changes: Any) -> None:
@@ -344,9 +364,9 @@ def with_draws_of(task: ModelTask, target: Target, reference: TrainingReference,
     """``reference`` with fp32's first step repeated with the random numbers that ``task`` draws."""
     # Few models draw in the backward pass, which takes twice as long.
     for record in (first_loss_under, first_step_under):
-        # Other dtypes draw other numbers from the same seed.
-        recorder = RecordDraws()
         with in_training(task, target) as ready:
+            # Other dtypes draw other numbers from the same seed.
+            recorder = RecordDraws(None if task.accelerated else ready.application.dtype)
             try:
                 record(recorder, ready, target, task.seed)
             except Exception:  # the run itself shows it

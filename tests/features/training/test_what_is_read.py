@@ -62,12 +62,40 @@ def test_only_the_usual_way_in_a_format_that_is_not_accelerated(slow_fp16: None)
     result = training(small_net(), BATCH, "half,autocast-fp16,bfloat16", **named)
     ways = {run.precision: [way.name for way in trained(result, run.precision)[1].ways] for run in result.runs[1:]}
     assert ways["half"] == ["plain"]
-    assert ways["autocast-fp16"] == ["grad-scaler", "plain"]  # without it, nothing is known of the gradients
+    assert ways["autocast-fp16"] == ["grad-scaler"]
     assert "master-weights" in ways["bfloat16"]
     untried = trained(result, "half")[1].untried
     assert "fp16 is not accelerated here" in untried["master-weights-scaled"]
     assert not trained(result, "bfloat16")[1].untried.get("master-weights")
-    assert trained(result, "autocast-fp16")[1].gradients
+    assert "fp16 is not accelerated here" in trained(result, "autocast-fp16")[1].untried["plain"]
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e-5, 1e-6])
+def test_emulated_gradients_without_a_loss_scale_are_those_of_plain_torch(factor: float, slow_fp16: None) -> None:
+    def loss(output: Tensor) -> Tensor:
+        return factor * mean_square(output.float())
+
+    figures = trained(training(small_net(), BATCH, "autocast-fp16", loss=loss), "autocast-fp16")[1]
+    assert [way.name for way in figures.ways if way.name != "grad-scaler-suggested"] == ["grad-scaler"]
+    gradients: list[dict[str, Tensor]] = []
+    for enabled in (True, False):
+        model = small_net().train()
+        with torch.autocast("cpu", torch.float16, enabled=enabled):
+            value = loss(model(BATCH))
+        value.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    for row in figures.gradients:
+        low, exact = (found[row.parameter] for found in gradients)
+        assert row.underflow == pytest.approx(float(((low == 0) & (exact != 0)).float().mean()))
+        assert row.error == pytest.approx(float((low - exact).norm() / exact.norm()), rel=0.05, abs=1e-4)
+    assert bool(figures.underflow) == (factor < 1)
+
+
+def test_gradients_that_overflow_without_a_loss_scale_are_computed_in_fp16(slow_fp16: None) -> None:
+    result = training(small_net(), BATCH, "autocast-fp16", loss=lambda output: 1e6 * mean_square(output.float()))
+    run, figures = trained(result, "autocast-fp16")
+    assert run.status == "ok"
+    assert figures.way("plain") is not None
 
 
 def test_every_way_in_a_slow_format_if_the_usual_one_fails(slow_fp16: None) -> None:
