@@ -112,6 +112,8 @@ class ScriptProof(Struct, frozen=True, kw_only=True):
     """Steps that a ``GradScaler`` skips with the patch."""
     failure: str = ""
     """What the script raises without the patch; empty if it makes its steps."""
+    runs_again: bool = False
+    """Whether the script was run again in fp32, as forks of its process could not be used."""
 
 
 class Fixing(Struct, frozen=True, kw_only=True):

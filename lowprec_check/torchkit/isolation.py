@@ -72,11 +72,23 @@ def threads_end(*, known: Sequence[threading.Thread]) -> bool:
     return True
 
 
+class ForkLostError(Exception):
+    """A fork ended without an answer, or waited forever."""
+
+
 def isolated(function: Callable[[], Result], isolation: Isolation, kind: type[Result]) -> Result:
     """Call ``function``, in a fork if ``isolation`` is ``fork``; msgspec encodes its ``kind``."""
     if isolation != "fork":
         with WHOLE_PROCESS:
             return function()
+    try:
+        return forked(function, kind)
+    except ForkLostError:
+        return function()
+
+
+def forked(function: Callable[[], Result], kind: type[Result]) -> Result:
+    """Call ``function`` in a fork; msgspec encodes its ``kind``."""
 
     def answer(channel: Channel) -> None:
         channel(msgspec.msgpack.encode(Ended.after(lambda: encoded(function(), msgspec.msgpack.encode))))
@@ -85,9 +97,8 @@ def isolated(function: Callable[[], Result], isolation: Isolation, kind: type[Re
     worker.idle_limit = IDLE_SECONDS
     with Supervisor[FunctionWorker[Ended], Ended]([worker]) as supervisor:
         ended = next((event.message for event in supervisor.events() if isinstance(event, MessageEvent)), None)
-    # The fork died, or waited forever.
     if ended is None:
-        return function()
+        raise ForkLostError
     # A UsageError is raised here, too; any other exception in the fork becomes a WorkerError.
     ended.check()
     return msgspec.msgpack.decode(ended.value, type=kind)

@@ -119,34 +119,6 @@ def _finite(tensor: Tensor) -> bool:
     return is_exact or bool(tensor.isfinite().all())
 
 
-# -- without the kernels of a format that the device does not accelerate
-
-
-class Emulated(DispatchMode):
-    """Computes ops in fp32, and rounds their results to ``low``; what draws stays as it is."""
-
-    def __init__(self, low: torch.dtype) -> None:
-        super().__init__()
-        self._low = low
-
-    def handle(self, func: Any, args: Any, kwargs: Any, keys: AutocastKeys) -> Any:
-        """Run the op."""
-        call = DispatchedCall(func, args, kwargs, keys)
-        if state_before(call) is not None:
-            return call.run()
-        return emulated(call, self._low)
-
-
-def emulated(call: DispatchedCall, low: torch.dtype) -> Any:
-    """The result of ``call``, of narrow inputs in fp32 and rounded; of a cast, as it is."""
-    retry = Retry(call.func, call.args, call.kwargs, low)
-    is_quick = call.traits.view or call.traits.casts or call.traits.mutable
-    if is_quick or retry.mixed or not retry.low_precision:
-        return call.run()
-    with torch._C._DisableAutocast():
-        return retry.widened()
-
-
 # -- the same random numbers in two runs
 
 
@@ -164,7 +136,9 @@ class DrawsDiffer(Exception):  # noqa: N818 - not an error of the user
 
 
 class RecordDraws(DispatchMode):
-    """Records the random calls of a run; ``emulates``: the dtype in which others are emulated."""
+    """Records the random calls of a run. ``emulates``: a dtype that the device does not accelerate;
+    other calls in it are computed in fp32, and rounded.
+    """
 
     def __init__(self, emulates: torch.dtype | None = None) -> None:
         super().__init__()
@@ -183,6 +157,16 @@ class RecordDraws(DispatchMode):
             outputs = [tensor.detach().clone() for tensor in call.results(out)]
             self.draws.append(Draw(call.traits.name, state, inputs, outputs))
         return out
+
+
+def emulated(call: DispatchedCall, low: torch.dtype) -> Any:
+    """The result of ``call``, of narrow inputs in fp32 and rounded; of a cast, as it is."""
+    retry = Retry(call.func, call.args, call.kwargs, low)
+    is_quick = call.traits.view or call.traits.casts or call.traits.mutable
+    if is_quick or retry.mixed or not retry.low_precision:
+        return call.run()
+    with torch._C._DisableAutocast():
+        return retry.widened()
 
 
 class ReplayDraws(DispatchMode):

@@ -73,6 +73,9 @@ class ThreadObserver:
         self._place = os.getpid(), threading.get_ident()
         self._is_over = False
 
+    def waiting(self, go_on: Callable[[], None]) -> None:
+        """The script waits; by default, it never does."""
+
     @property
     def _is_elsewhere(self) -> bool:
         return self._is_over or (os.getpid(), threading.get_ident()) != self._place
@@ -135,7 +138,7 @@ class StepObserver(ThreadObserver):
     # -- While the script runs
 
     @contextlib.contextmanager
-    def observing(self, leave: Callable[[], Any]) -> Iterator[None]:
+    def observing(self, leave: Callable[[], Any], _wait: Callable[[], None]) -> Iterator[None]:
         """Inside, the functions of torch that train are observed; ``leave`` never returns."""
         self._leave = leave
         places = [(torch.nn.utils, self._clip), (torch.nn.utils.clip_grad, self._clip)]

@@ -76,8 +76,10 @@ class Observer(Protocol):
     has_enough: bool
     """Whether the script may end in any way, since all that is needed was seen."""
 
-    def observing(self, leave: Callable[[], Any]) -> contextlib.AbstractContextManager[Any]:
-        """Entered around the script; ``leave`` leaves that, and does not return."""
+    def observing(self, leave: Callable[[], Any], wait: Callable[[], None]) -> contextlib.AbstractContextManager[Any]:
+        """Entered around the script; ``leave`` leaves that, and does not return; ``wait`` lets it
+        wait where it is, and returns in each fork in which it goes on.
+        """
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
         """The result of the script's call of a model, ``call(module, *args, **kwargs)``."""
@@ -89,6 +91,9 @@ class Observer(Protocol):
 
     def give_up(self, why: str) -> None:
         """Note why it cannot be observed."""
+
+    def waiting(self, go_on: Callable[[], None]) -> None:
+        """The script waits; ``go_on``, in a fork, runs it to where it is left."""
 
 
 class Definitions(NamedTuple):
@@ -165,20 +170,28 @@ def run_to_first_call(
     script = greenlet.greenlet(run)
     script.gr_context = running.caller.gr_context
     before, outside = Surroundings(), OutsideEffects()
-    with (
-        exit_handlers_of_the_user() as handlers,
-        KeptFiles() as files,
-        outside.watched(),
-        _interrupted_by(running.leave_if_possible) as running.interrupt,
-    ):
-        observing = contextlib.nullcontext() if observer is None else observer.observing(running.leave)
-        with replaced(threading.Thread, "start", as_daemon), running.watched(), observing:
+    with contextlib.ExitStack() as inside:
+        handlers, files = inside.enter_context(exit_handlers_of_the_user()), inside.enter_context(KeptFiles())
+        inside.enter_context(outside.watched())
+        running.interrupt = inside.enter_context(_interrupted_by(running.leave_if_possible))
+        inside.enter_context(replaced(threading.Thread, "start", as_daemon))
+        inside.enter_context(running.watched())
+        if observer is not None:
+            inside.enter_context(observer.observing(running.leave, running.wait))
+
+        def go_on() -> None:
+            running.move_here()
             script.switch()
-        running.is_over = True
-    if running.errors:
-        raise running.errors[0]
+            inside.close()
+            running.check()
+
+        script.switch()
+        if observer is not None and running.waits:
+            observer.waiting(go_on)
+    running.is_over = True
+    running.check()
     call = running.first or running.made_last
-    if call is not None or running.has_left:
+    if call is not None or running.has_left or running.waits:
         # Else it would be unwound when it is freed, also at exit
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(script))
         before.restore(handlers)
@@ -205,7 +218,7 @@ class _Running:
         self.interrupt: Callable[[], None] | None = None
         self._left, self._anywhere = threading.Event(), threading.Event()
         self._timer: threading.Timer | None = None
-        self.is_over = self.is_overdue = False
+        self.is_over = self.is_overdue = self.waits = False
         self.errors: list[BaseException] = []
         self.first: ModelCall | None = None  # the first call of a model, once it is made
         # Calls that are part of making a model, and the threads that are in one
@@ -373,6 +386,20 @@ class _Running:
         self._left.set()
         while True:
             self.caller.switch()
+
+    def wait(self) -> None:
+        """Let the code wait where it is; returns in each fork in which it goes on."""
+        self.waits = True
+        self.caller.switch()
+
+    def check(self) -> None:
+        """Raise what has ended the code too early."""
+        if self.errors:
+            raise self.errors[0]
+
+    def move_here(self) -> None:
+        """In a fork: watch this process."""
+        self._place, self.waits = (os.getpid(), threading.get_ident()), False
 
     def is_failure(self, caught: BaseException) -> bool:
         """Whether an exception ends the code too early."""

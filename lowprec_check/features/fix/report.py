@@ -103,16 +103,23 @@ def fix_blocks(fixing: Fixing) -> Iterator[Block]:
         yield Say(_bits(fixing))
     if fixing.plan:
         yield Say(f"{fixing.plan}.")
-    searched = say("{trials:count trial} in {seconds:seconds}", trials=fixing.trials, seconds=fixing.seconds).text
-    if fixing.script is None:
-        searched += say(", after a scan of {scan:seconds}", scan=fixing.scan_seconds).text
     if fixing.trials:
-        stopped = fill("; the search stopped {}", fixing.stopped)
-        yield Say(f"{searched[:1].upper()}{searched[1:]}{stopped}.", role="hint")
+        yield Say(_searched(fixing), role="hint")
     if fixing.left_alone:
         columns = [Column("left alone", "source"), Column("op"), Column("why", "sentence")]
         rows = [Row([place.source, place.op, place.reason]) for place in fixing.left_alone]
         yield Table(columns, rows, "left alone", most=20)
+
+
+def _searched(fixing: Fixing) -> str:
+    """How long the search took, and what it could not do."""
+    searched = say("{trials:count trial} in {seconds:seconds}", trials=fixing.trials, seconds=fixing.seconds).text
+    if fixing.script is None:
+        searched += say(", after a scan of {scan:seconds}", scan=fixing.scan_seconds).text
+    elif fixing.script.runs_again:
+        searched += "; each trial ran the script again from its start for fp32: its process could not be copied"
+    stopped = fill("; the search stopped {}", fixing.stopped)
+    return f"{searched[:1].upper()}{searched[1:]}{stopped}."
 
 
 def _verdict(fixing: Fixing) -> tuple[str, Tone]:

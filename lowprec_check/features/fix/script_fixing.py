@@ -19,7 +19,7 @@ from lowprec_check.features.fix.script_fixes import Fault, faults
 from lowprec_check.features.fix.script_precision import DEFAULT, FAILS, Adoption, Change, TriedScript, limit_of
 from lowprec_check.features.fix.seen_values import ScriptFacts, ScriptPlace
 from lowprec_check.features.fix.source_text import SourceText, edited, unified_diff
-from lowprec_check.features.fix.source_trial import ScriptTrial, try_source
+from lowprec_check.features.fix.source_trial import ScriptTrial, try_script
 from lowprec_check.process import Isolation, system
 from lowprec_check.schema.fixing import Fixing, LeftAlone, ScriptProof
 from lowprec_check.schema.op_calls import OpCall
@@ -69,6 +69,7 @@ class _Search:
 
     def __post_init__(self) -> None:
         self.started, self.files = system.monotonic(), OwnFiles(self.spec.name)
+        self._fp32, self._is_repeated = "", False
 
     def found(self) -> tuple[list[Change], Fixing]:
         """The changes that bring the weights nearer to those in fp32, and what is told of them."""
@@ -119,8 +120,11 @@ class _Search:
             ways = "Keep the weights in fp32, under autocast; lowprec-check scan --train compares the ways to train."
             raise UsageError(f"{self.spec.name} trains weights in {before.low_weights[0]}{eps}.", ways)
         if not before.fp32:
-            seed = "Seed all that it draws: torch.manual_seed(0)."
-            raise UsageError(f"Two runs of {self.spec.name} in fp32 differ, so no change can be judged.", seed)
+            raise self._differs()
+
+    def _differs(self) -> UsageError:
+        seed = "Seed all that it draws: torch.manual_seed(0)."
+        return UsageError(f"Two runs of {self.spec.name} in fp32 differ, so no change can be judged.", seed)
 
     def _running_again(self, before: ScriptFacts) -> tuple[list[Change], Fixing]:
         """The changes with which a script makes its steps that fails without, if it trains well."""
@@ -227,11 +231,20 @@ class _Search:
         options = ScanOptions(seed=self.options.seed)
         try:
             spec = self.spec._replace(sources=texts, arguments=given)
-            return TriedScript(try_source(spec, options, self.isolation, trial, SECONDS).script, "")
+            facts = try_script(spec, options, self.isolation, trial, SECONDS)
         except (UsageError, ProcessLostError) as error:
             if is_first:
                 raise
             return TriedScript(None, f"{FAILS}: {first_line(message_of(error))}")
+        if is_first:
+            self._fp32 = facts.fp32
+        elif facts.fp32 != self._fp32 and not self._is_repeated:
+            # Forks of one process had the same start; perhaps another process has another
+            self._is_repeated = True
+            again = self._tried([], self.spec.arguments).facts
+            if again is not None and again.fp32 != self._fp32:
+                raise self._differs()
+        return TriedScript(facts, "")
 
     def _fixing(
         self,
@@ -264,5 +277,6 @@ class _Search:
                 after=after.distance,
                 tolerance=tolerance,
                 skipped=after.skipped,
+                runs_again=before.runs_again,
             ),
         )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import os
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lowprec_check.engine.model.amp_calls import AmpCalls
 from lowprec_check.engine.model.observed_step import SECONDS, ThreadObserver, framework_of
@@ -137,19 +140,37 @@ NAMES_OF_SWITCHES = re.compile(
 """How a script calls what selects low precision."""
 
 
+Steps = Callable[[bool, bool], "StepWatch"]
+"""Makes the steps: in fp32, without autocast and ``GradScaler``, or as they are; perhaps with noise
+on the initial weights.
+"""
+
+
 def made_steps(
-    path: Path, arguments: tuple[str, ...], steps: int, seed: int, *, fp32: bool, noise: bool = False
+    path: Path,
+    arguments: tuple[str, ...],
+    steps: int,
+    seed: int,
+    *,
+    fp32: bool = False,
+    noise: bool = False,
+    branches: Callable[[Steps], None] | None = None,
 ) -> StepWatch:
     """Run a script for so many steps; with ``fp32``, without its autocast and ``GradScaler``; with
     ``noise`` on its initial weights.
+
+    With ``branches``, the script waits at the first place where either matters; ``branches`` gets a
+    function that makes the steps from there, to be called in forks.
     """
     seed_everything(seed)
-    watch, argv, sys.argv = StepWatch(steps, fp32=fp32, noise=noise), sys.argv, [str(path), *arguments]
+    argv, folders = sys.argv, list(sys.path)
+    watch, sys.argv = StepWatch(steps, fp32=fp32, noise=noise, branches=branches), [str(path), *arguments]
+    sys.path.insert(0, str(path.resolve().parent))
     try:
         with without_extension():
             run_script(path, observer=watch)
     finally:
-        sys.argv = argv
+        sys.argv, sys.path[:] = argv, folders
     return watch
 
 
@@ -158,15 +179,20 @@ class StepWatch(ThreadObserver):
 
     has_enough = False
 
-    def __init__(self, steps: int, *, fp32: bool, noise: bool = False) -> None:
+    def __init__(
+        self, steps: int, *, fp32: bool, noise: bool = False, branches: Callable[[Steps], None] | None = None
+    ) -> None:
         super().__init__()
-        self._noise = torch.Generator().manual_seed(1) if noise else None
+        self._branches, self._is_noisy = branches, noise
+        self._noise = torch.Generator().manual_seed(1)
         self._noisy: set[int] = set()  # the ids of weights that have noise
         self._passes = ObservedPasses()
         self._losses: list[float] = []
         self._options: dict[str, ScriptOption] = {}
         self._wanted, self._fp32, self._amp = steps, fp32, AmpCalls()
         self._since: float | None = None
+        self.has_branched = False
+        """Whether the script has come to where in fp32 it may differ from it as it is."""
         self._in_scaler = False
         self._scaled: list[tuple[Tensor, float]] = []  # losses, and by what
         self._grads_scaled = False
@@ -215,10 +241,47 @@ class StepWatch(ThreadObserver):
             **places,
         )
 
+    # -- Where the script in fp32 may differ from it as it is
+
+    def _branch(self) -> None:
+        """Before the first such place, wait: the script goes on in forks."""
+        if self._branches is not None and not self.has_branched:
+            self.has_branched = True
+            self._wait()
+
+    def waiting(self, go_on: Callable[[], None]) -> None:
+        """Let :func:`made_steps`' caller make the steps in forks."""
+
+        def made(fp32: bool, noise: bool) -> StepWatch:
+            self._fp32, self._is_noisy = fp32, noise
+            self._place = os.getpid(), threading.get_ident()
+            go_on()
+            return self
+
+        assert self._branches is not None
+        self._branches(made)
+
+    def _in_fp32(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``, which gets the original first, in fp32; else the original."""
+
+        def chosen(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self._branch()
+            if self._fp32:
+                return function(original, *args, **kwargs)
+            return original(*args, **kwargs)
+
+        return chosen
+
+    def _in_fork(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What each fork must make for itself."""
+        self._branch()
+        return original(*args, **kwargs)
+
     # -- What run_to_first_call asks for
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
         """The result of a call of a model; none is made when time is over."""
+        self._branch()
         self._since = self._since or system.monotonic()
         if system.monotonic() - self._since > SECONDS and not self._is_over:
             made = min(self._asked.values(), default=0)
@@ -226,7 +289,7 @@ class StepWatch(ThreadObserver):
             self._leave()
         self._amp.calls(module)
         # Two passes of a trace must give the same
-        if self._noise is not None and torch._C._get_tracing_state() is None:
+        if self._is_noisy and torch._C._get_tracing_state() is None:
             add_noise(module, self._noisy, self._noise)
         results: list[Any] = []
         with self._passes.calling(sys._getframe(1), results):
@@ -244,9 +307,9 @@ class StepWatch(ThreadObserver):
         self._problem = self._problem or why
 
     @contextlib.contextmanager
-    def observing(self, leave: Callable[[], Any]) -> Iterator[None]:
-        """Inside, what trains is observed; ``leave`` leaves the script."""
-        self._leave = leave
+    def observing(self, leave: Callable[[], Any], wait: Callable[[], None]) -> Iterator[None]:
+        """Inside, what trains is observed; ``leave`` leaves the script, ``wait`` lets it wait."""
+        self._leave, self._wait = leave, wait
         scaler, autocast = torch.amp.GradScaler, torch.autocast
         observed: list[tuple[Any, str, Callable[..., Any]]] = [
             (torch.autograd, "backward", self._backward),
@@ -260,9 +323,14 @@ class StepWatch(ThreadObserver):
             (argparse.ArgumentParser, "parse_known_args", self._parse),
             *((nn.Module, name, self._cast) for name in ("to", "half")),
         ]
-        if self._fp32:
+        if self._fp32 or self._branches is not None:
             cleared = [(owner, "zero_grad", self._zero_grad) for owner in (Optimizer, nn.Module)]
-            observed = [*self._amp.functions, *cleared, *observed]
+            in_fp32 = [(place, name, self._in_fp32(function)) for place, name, function in self._amp.functions]
+            in_fp32 += [(place, name, self._in_fp32(function)) for place, name, function in cleared]
+            observed = [*in_fp32, *observed]
+            # Each fork needs workers of its own, and a device that no other process has initialized
+            in_forks = [(_MultiProcessingDataLoaderIter, "__init__"), (torch.cuda, "_lazy_init")]
+            observed += [(place, name, self._in_fork) for place, name in in_forks]
         for place in (nn.utils, nn.utils.clip_grad):
             observed += [(place, f"clip_grad_{what}_", self._clip) for what in ("norm", "value")]
         with contextlib.ExitStack() as stack:

@@ -79,6 +79,8 @@ class ScriptFacts(Struct, frozen=True, kw_only=True):
     """Whether the ``eps`` of an optimizer is zero in the dtype of its weights."""
     scale: float | None = None
     """Of the ``GradScaler`` in the end; ``None`` without one."""
+    runs_again: bool = False
+    """Whether it was run again, as forks of its process could not be used."""
     disabled_scaler: bool = False
     """Whether it makes a ``GradScaler`` with ``enabled=False``."""
     passes: tuple[ForwardPass, ...] = ()

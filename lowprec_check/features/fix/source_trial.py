@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import msgspec
@@ -28,22 +29,30 @@ from lowprec_check.engine.model.plain_run import judge, output_tensors, run_once
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.model.streamed_weights import is_in_memory
 from lowprec_check.engine.model.target import Target
-from lowprec_check.engine.model.target_source import TargetSource
+from lowprec_check.engine.model.target_source import TargetSource, cuda_asked_in_a_fork, one_thread
 from lowprec_check.engine.model.target_spec import TargetSpec
 from lowprec_check.engine.model.user_code import reraise_interrupt
-from lowprec_check.engine.model.user_module import Rewrite
+from lowprec_check.engine.model.user_module import Rewrite, separate_imports, use_sources
 from lowprec_check.errors import UsageError, encodable, first_line, message_of
 from lowprec_check.features.fix.fix_sites import fails
 from lowprec_check.features.fix.script_fixes import faults
-from lowprec_check.features.fix.script_steps import made_steps
+from lowprec_check.features.fix.script_steps import Steps, StepWatch, made_steps
 from lowprec_check.features.fix.seen_values import Places, ScriptFacts, SeenValue, SourceTrial
 from lowprec_check.process import Isolation
+from lowprec_check.process.process_group import WHOLE_PROCESS
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import REFERENCE
 from lowprec_check.schema.scan_result import Run
 from lowprec_check.torchkit.floating_dtypes import torch_dtype
-from lowprec_check.torchkit.isolation import isolated, isolation_on
+from lowprec_check.torchkit.isolation import (
+    ForkLostError,
+    accelerator_in_use,
+    best_isolation,
+    forked,
+    isolated,
+    isolation_on,
+)
 from lowprec_check.torchkit.output_comparison import digest_of
 from lowprec_check.torchkit.pytree import leaves
 from lowprec_check.torchkit.source_location import is_own_file
@@ -229,9 +238,16 @@ class Look:
         yield trial
 
 
+Make = Callable[..., "_Made"]
+"""Makes a script's steps; with ``fp32`` without autocast, with ``noise`` on the initial weights."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ScriptTrial:
-    """The steps that a training script makes, as it is and in fp32, each in its own process."""
+    """The steps that a training script makes, as it is and in fp32.
+
+    The script runs once, up to where both may differ, and goes on in forks.
+    """
 
     path: str
     arguments: tuple[str, ...]
@@ -239,41 +255,65 @@ class ScriptTrial:
     twice: bool
     """Whether the steps in fp32 are made again, to see if they give the same, or with noise."""
 
-    def __call__(self, source: TargetSource, isolation: Isolation | None, options: ScanOptions) -> Grown:
-        """What was found."""
-        isolation = source.isolation_of_functions(isolation, options.device_name)
+    def run(self, spec: TargetSpec, options: ScanOptions, *, may_fork: bool = True) -> ScriptFacts:
+        """What was found; the script runs again where forks cannot be used."""
+        use_sources(dict(spec.sources))
+        found: list[ScriptFacts] = []
+        with separate_imports(), contextlib.ExitStack() as before_forks:
+            before_forks.enter_context(cuda_asked_in_a_fork())
+            before_forks.enter_context(one_thread())
 
-        def made_here(fp32: bool, *, noise: bool = False) -> _Made:
-            return isolated(functools.partial(self._made, fp32, noise, options.seed), isolation, _Made)
+            def branches(steps: Steps) -> None:
+                def made(*, fp32: bool, noise: bool = False) -> _Made:
+                    def go_on() -> _Made:
+                        before_forks.close()
+                        return _made(steps(fp32, noise))
 
+                    return forked(go_on, _Made)
+
+                if may_fork and not accelerator_in_use():
+                    with contextlib.suppress(ForkLostError):
+                        found.append(self._facts(made, lambda: forked(self._observed, ScriptFacts), options))
+
+            watch = self._steps(options.seed, branches=branches)
+            if not found and not watch.has_branched:
+                ended = _made(watch)
+                found.append(self._facts(lambda **_variant: ended, self._observed, options))
+            if not found:
+                with WHOLE_PROCESS:
+                    facts = self._facts(lambda **v: _made(self._steps(options.seed, **v)), self._observed, options)
+                found.append(msgspec.structs.replace(facts, runs_again=True))
+        return found[0]
+
+    def _steps(self, seed: int, **how: Any) -> StepWatch:
+        return made_steps(Path(self.path), self.arguments, self.steps, seed, **how)
+
+    def _facts(self, made: Make, observed: Callable[[], ScriptFacts], options: ScanOptions) -> ScriptFacts:
         try:
-            in_fp32 = made_here(fp32=True)
+            in_fp32 = made(fp32=True)
         except UsageError as error:
             # One that a missing kernel stops is observed to its end by other means
-            failed = isolated(self._observed, isolation, ScriptFacts)
+            failed = observed()
             if not failed.amp:
                 raise
             failure = first_line(message_of(error))
-            yield SourceTrial(
-                script=msgspec.structs.replace(failed, failure=failure, device=options.device_name or "cpu")
-            )
-            return
+            return msgspec.structs.replace(failed, failure=failure, device=options.device_name or "cpu")
         # One that trains in fp32 does the same as it is: that run is the repetition
         is_in_fp32 = in_fp32.facts.is_in_fp32
         # A script that its GradScaler stops has its faults all the same
         try:
             as_it_is = in_fp32
             if self.twice or not is_in_fp32:
-                as_it_is = made_here(fp32=False)
+                as_it_is = made(fp32=False)
         except UsageError as error:
             if all(use.is_harmless for use in in_fp32.facts.amp):
                 raise
             as_it_is = _Made(facts=msgspec.structs.replace(in_fp32.facts, failure=first_line(message_of(error))))
-        again = [as_it_is] if is_in_fp32 else [made_here(fp32=True) for _ in range(self.twice)]
-        made = [in_fp32, as_it_is, *again]
-        facts, steps = as_it_is.facts, [one_run.facts.steps for one_run in made]
+        again = [as_it_is] if is_in_fp32 else [made(fp32=True) for _ in range(self.twice)]
+        runs = [in_fp32, as_it_is, *again]
+        facts, steps = as_it_is.facts, [one_run.facts.steps for one_run in runs]
         facts = msgspec.structs.replace(facts, amp=in_fp32.facts.amp)
-        problem = next((one_run.facts.problem for one_run in made if one_run.facts.problem), "")
+        problem = next((one_run.facts.problem for one_run in runs if one_run.facts.problem), "")
         if not problem and steps[0] != steps[1]:
             problem = f"it makes {steps[0]} steps in fp32, but {steps[1]} as it is"
         facts = msgspec.structs.replace(facts, steps=min(steps), problem=problem)
@@ -288,7 +328,7 @@ class ScriptTrial:
         # How far other weights lead is asked of a script without a fault
         if self.twice and not (problem or any(faults(facts, lambda *_: ""))):
             with contextlib.suppress(UsageError):  # it may check its weights
-                noisy = made_here(fp32=True, noise=True)
+                noisy = made(fp32=True, noise=True)
                 facts = msgspec.structs.replace(
                     facts,
                     spread=min(_apart(noisy, in_fp32)[0], _FAR),
@@ -298,7 +338,7 @@ class ScriptTrial:
         if in_fp32.weights and all(repeated.weights == in_fp32.weights for repeated in again):
             fp32 = [tensor.double() for tensor in torch.load(io.BytesIO(in_fp32.weights))]
             facts = msgspec.structs.replace(facts, fp32=digest_of(fp32))
-        yield SourceTrial(script=facts)
+        return facts
 
     def _observed(self) -> ScriptFacts:
         try:
@@ -307,21 +347,21 @@ class ScriptTrial:
             observed = None
         return ScriptFacts(steps=0, amp=() if observed is None else observed.amp)
 
-    def _made(self, fp32: bool, noise: bool, seed: int) -> _Made:
-        watch = made_steps(Path(self.path), self.arguments, self.steps, seed, fp32=fp32, noise=noise)
-        saved = []
-        for tensors in zip(*watch.weights, strict=True):
-            file = io.BytesIO()
-            torch.save([tensor.cpu() for tensor in tensors], file)
-            saved.append(file.getvalue())
-        start, weights = saved or (b"", b"")
-        return _Made(facts=watch.facts(), start=start, weights=weights)
-
 
 class _Made(msgspec.Struct, kw_only=True):
     facts: ScriptFacts
     start: bytes = b""
     weights: bytes = b""
+
+
+def _made(watch: StepWatch) -> _Made:
+    saved = []
+    for tensors in zip(*watch.weights, strict=True):
+        file = io.BytesIO()
+        torch.save([tensor.cpu() for tensor in tensors], file)
+        saved.append(file.getvalue())
+    start, weights = saved or (b"", b"")
+    return _Made(facts=watch.facts(), start=start, weights=weights)
 
 
 def _apart(made: _Made, in_fp32: _Made) -> tuple[float, float]:
@@ -364,6 +404,26 @@ def try_source(
     """Load ``spec`` with changed sources; what ``grow`` finds, within ``seconds`` each."""
     *_, trial = Session(spec, options, isolation, seconds, None, seconds).grow(grow, SourceTrial)
     return trial
+
+
+def try_script(
+    spec: TargetSpec, options: ScanOptions, isolation: Isolation | None, trial: ScriptTrial, seconds: float
+) -> ScriptFacts:
+    """The steps of a script with changed sources, within ``seconds``."""
+    may_fork = (isolation or best_isolation(can_spawn=True)) in ("fork", "shared")
+    load = functools.partial(_loaded, trial, may_fork)
+    *_, found = Session(spec, options, isolation, seconds, None, seconds, load=load).grow(_of_script, SourceTrial)
+    assert found.script is not None
+    return found.script
+
+
+def _loaded(trial: ScriptTrial, may_fork: bool, spec: TargetSpec, options: ScanOptions) -> SimpleNamespace:
+    """The script runs while it is loaded."""
+    return SimpleNamespace(found=SourceTrial(script=trial.run(spec, options, may_fork=may_fork)))
+
+
+def _of_script(loaded: SimpleNamespace, _isolation: Isolation | None, _options: ScanOptions) -> Grown:
+    yield loaded.found
 
 
 # -- What runs in a fork, or in the session

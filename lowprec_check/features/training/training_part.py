@@ -15,7 +15,7 @@ from lowprec_check.core.messages import PartFailed, Reporter, Send
 from lowprec_check.core.preparation import in_fp32
 from lowprec_check.core.tasks import ModelTask
 from lowprec_check.core.trace.places import Places
-from lowprec_check.core.trace.plain_modes import DrawsDiffer, Emulated, RecordDraws, ReplayDraws
+from lowprec_check.core.trace.plain_modes import DrawsDiffer, RecordDraws, ReplayDraws
 from lowprec_check.engine.model.plain_run import describe_error
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.target import Target
@@ -150,7 +150,7 @@ class TrainingPart(TrainingSteps):
         whether some are not finite.
         """
         self._snapshot.rewind()
-        emulated = Emulated(self.ready.application.dtype)
+        emulated = RecordDraws(emulates=self.ready.application.dtype)
         step = first_step_under(emulated, self.ready, self.target, self.task.seed)
         if not step.gradients or not self._reference.gradients:
             return False
@@ -366,7 +366,7 @@ def with_draws_of(task: ModelTask, target: Target, reference: TrainingReference,
     for record in (first_loss_under, first_step_under):
         with in_training(task, target) as ready:
             # Other dtypes draw other numbers from the same seed.
-            recorder = RecordDraws(None if task.accelerated else ready.application.dtype)
+            recorder = RecordDraws(emulates=None if task.accelerated else ready.application.dtype)
             try:
                 record(recorder, ready, target, task.seed)
             except Exception:  # the run itself shows it

@@ -12,10 +12,8 @@ import pytest
 import torch
 from conftest import Call
 from shared_result import shared_result
-from torch import nn
 
-from lowprec_check.engine.model.target import make_target
-from lowprec_check.engine.model.target_source import TargetSource
+from lowprec_check.engine.model.target_spec import TargetSpec
 from lowprec_check.features.fix import source_trial
 from lowprec_check.features.fix.fix_sites import OwnFiles, Sites
 from lowprec_check.features.fix.scene import compose
@@ -174,29 +172,41 @@ RUNS = {
     'torch.autocast("cpu", torch.bfloat16)': [IN_FP32, AS_IT_IS, IN_FP32, WITH_NOISE],
     'torch.autocast("cpu", torch.float16)': [IN_FP32, AS_IT_IS, IN_FP32],  # its loss is not scaled
 }
-"""How a script is run before any change is tried: what it does in fp32 is not repeated."""
+"""How often steps are made before any change is tried: what they do in fp32 is not repeated."""
+NOTES_ITS_RUN = """
+import os
+import time
+open(f"run-{os.getpid()}-{time.time_ns()}", "x").close()
+"""
 
 
+@pytest.mark.parametrize("may_fork", [True, False])
 @pytest.mark.parametrize("context", RUNS)
-def test_a_script_runs_as_often_as_its_verdict_needs(
-    context: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_script_runs_once_and_makes_its_steps_as_often_as_the_verdict_needs(
+    context: str, may_fork: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, runs = tmp_path / "train.py", list[tuple[bool, bool]]()
-    path.write_text(f"{HEAD}\nwith {context}:\n    model(X)\n{LOOPS['function']}")
+    path, made_so = tmp_path / "train.py", list[tuple[bool, bool]]()
+    path.write_text(f"{NOTES_ITS_RUN}{HEAD}\nwith {context}:\n    model(X)\n{LOOPS['function']}")
+    monkeypatch.chdir(tmp_path)
+    facts_of = source_trial.ScriptTrial._facts
 
-    def counted(*args: Any, fp32: bool, noise: bool = False) -> Any:
-        runs.append((fp32, noise))
-        return made_steps(*args, fp32=fp32, noise=noise)
+    def noted(trial: source_trial.ScriptTrial, made: Any, *args: Any) -> ScriptFacts:
+        def counted(*, fp32: bool, noise: bool = False) -> Any:
+            made_so.append((fp32, noise))
+            return made(fp32=fp32, noise=noise)
 
-    monkeypatch.setattr(source_trial, "made_steps", counted)
+        return facts_of(trial, counted, *args)
+
+    monkeypatch.setattr(source_trial.ScriptTrial, "_facts", noted)
     facts = {}
     for twice in (True, False):
         trial = source_trial.ScriptTrial(path=str(path), arguments=(), steps=4, twice=twice)
-        *_, found = trial(TargetSource(make_target(nn.Linear(1, 1), torch.zeros(1))), "none", ScanOptions())
-        assert found.script is not None
-        facts[twice] = found.script
+        facts[twice] = trial.run(TargetSpec(str(path)), ScanOptions(), may_fork=may_fork)
+        assert facts[twice].runs_again != may_fork
     is_other = "autocast" in context
-    assert runs == [*RUNS[context], IN_FP32, *([AS_IT_IS] if is_other else [])]
+    assert made_so == [*RUNS[context], IN_FP32, *([AS_IT_IS] if is_other else [])]
+    # Once up to where it waits, and from the start for each time where it cannot go on in forks
+    assert len(list(tmp_path.glob("run-*"))) == 2 + (0 if may_fork else len(made_so))
     assert facts[True].fp32 == facts[False].fp32 != ""
     assert facts[True].distance == facts[False].distance == 0.0
     assert bool(facts[True].autocast) == is_other
