@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -320,7 +319,6 @@ CONFIDENCE = 0.95
 """The least probability with which the interval holds the share."""
 
 
-@functools.cache
 def failing_share(failed: int, tried: int, *, looks: int = 1) -> tuple[float, float]:
     """The Clopper-Pearson interval for the share of inputs that fail."""
 
