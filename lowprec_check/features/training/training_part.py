@@ -124,16 +124,15 @@ class TrainingPart(TrainingSteps):
         """Train in the other ways, then with the suggested loss scale; look for a zero ``eps``."""
         ways, usual = self._ways[1:], self._training.ways[0]
         needs_scale = SUGGESTED.suits(self.ready.precision)
-        # Where the format is not accelerated, others matter only if the usual way fails; but for
-        # a scale for gradients that are lost without one.
-        is_decided = usual.status == "ok" and self.task.is_hopeless(self.report.so_far)
-        if is_decided:
-            why = f"{self.ready.precision.format.short} is not accelerated here, and the usual way passes: --thorough"
-            has_overflow = PLAIN in ways and self._emulate_gradients()
-            ways = [way for way in ways if way == PLAIN and has_overflow]
-            self._report(untried={way.name: why for way in self._ways[1:] if way not in ways})
+        # Where the format is not accelerated, others matter only until one passes; but for a scale
+        # for gradients that are lost without one.
+        is_slow = self.task.is_hopeless(self.report.so_far)
+        is_decided = is_slow and usual.status == "ok"
+        if is_decided and PLAIN in ways and self._emulate_gradients():
+            self._try_each([PLAIN], None)
+            ways = [way for way in ways if way != PLAIN]
         # Together they may take as long as one way: a precision that is slow here is slow in each.
-        self._try_each(ways, self._make(self.trained.values()))
+        self._try_each(ways, self._make(self.trained.values()), until_one_passes=is_slow)
         if is_decided and not usual.skipped_steps:
             needs_scale &= any(gradient.underflow >= FEW for gradient in self._training.gradients)
         ran = self._seconds <= self._limit and any(way.status != "error" for way in self._training.ways)
@@ -171,9 +170,11 @@ class TrainingPart(TrainingSteps):
         fitting = [way for way in WAYS if way.trial == "own process" and way.suits(self.ready.precision)]
         self._try_each(fitting, self._make(self.trained.values()))
 
-    def _try_each(self, ways: Sequence[WayToTrain], optimizer: Any) -> None:
+    def _try_each(self, ways: Sequence[WayToTrain], optimizer: Any, *, until_one_passes: bool = False) -> None:
         for way in ways:
             why = way.why_not(optimizer)
+            if until_one_passes and any(tried.status == "ok" for tried in self._training.ways):
+                why = f"{self.ready.precision.format.short} is not accelerated here, and another way passes: --thorough"
             if getattr(self.target.optimizer, "is_whole", False) and not way.leaves_weights:
                 why = "the script's optimizer is used as it is"
             if why or self._seconds > self._limit:
