@@ -10,25 +10,34 @@ is measured beside each: ``bare`` is a process that imports torch, loads the mod
 one that calls it five times in fp32 and in each precision that the hardware accelerates, or makes a step of a training
 by hand in each. ``ratio`` is the end of the scan over ``calls``, ``to bare`` over ``bare``. ``processor`` is the
 processor time of the command and all its processes, which other programs change less; for the cases of ``START`` it is
-relative to ``import typer, rich``. ``failure`` is when the first run that fails is known, with what its ops show.
+relative to ``import typer, rich``. ``cause`` is when the terminal, which each scan has, first shows why a run fails: a
+sentence with op, module and source line; ``cause to bare`` is that over ``bare``.
 """
 
 from __future__ import annotations
 
 import collections
+import fcntl
 import json
 import os
+import pty
+import re
 import resource
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
+import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from shared import ROOT, head, made, parser_of, save
 from tabulate import tabulate
+
+from lowprec_check.schema.statements import module_name, short_op
 
 MLP = """
 import torch
@@ -68,6 +77,22 @@ model = T5EncoderModel(T5Config(d_model=512, d_ff=2048, num_layers=4, num_heads=
 with torch.no_grad():
     model.encoder.block[2].layer[1].DenseReluDense.wo.weight.mul_(1e5)  # as trained ones, it overflows in fp16
 inputs = {"input_ids": torch.randint(0, 30000, (1, 128))}
+"""
+SMALL_UNET = """
+import torch
+from diffusers import UNet2DConditionModel
+
+torch.manual_seed(0)
+sizes = {"block_out_channels": (64, 128, 256, 256), "layers_per_block": 1}
+model = UNet2DConditionModel(cross_attention_dim=768, **sizes).eval()
+with torch.no_grad():
+    model.mid_block.resnets[0].conv2.weight.mul_(1e6)  # as in the VAE of SDXL, it overflows in fp16
+inputs = {
+    "sample": torch.randn(1, 4, 64, 64),
+    "timestep": torch.tensor(500),
+    "encoder_hidden_states": torch.randn(1, 77, 768),
+    "return_dict": False,
+}
 """
 MNIST = """
 import torch
@@ -174,7 +199,9 @@ CASES = {
     "readme": Case("examples/speaker.py"),
     "whitening": Case("examples/whitening.py"),
     "spade": Case("examples/spade_decoder.py"),
+    "spade-fails": Case("examples/spade_decoder.py", ("--without-kernel", "aten.dot:half")),
     "t5": Case(T5, ("-p", "half")),
+    "unet-fails": Case(SMALL_UNET, ("-p", "half")),
     "compilers": Case(
         "torchvision:resnet50",
         ("--inputs", "8x3x224x224", "--backend", "eager,inductor", "-p", "bfloat16,autocast-bf16"),
@@ -200,12 +227,11 @@ def watched_step(self, run, doing):
     step(self, run, doing)
 
 def watched_done(self, result, *more):
-    failed = any(run.status not in ("ok", "reference", "skipped") for run in result.runs[1:])
-    found["rows"].append([now(), len(result.runs), failed])
+    found["rows"].append([now(), len(result.runs)])
     done(self, result, *more)
 
 def watched_judged(self, result):
-    found["rows"].append([now(), len(result.runs), False])
+    found["rows"].append([now(), len(result.runs)])
     judged(self, result)
 
 Progress.step, Progress.done = watched_step, watched_done
@@ -260,6 +286,15 @@ for dtype, autocast in rows:
     except Exception:
         pass
 """
+
+
+SCREEN = (50, 120)
+"""Lines and columns of the terminal of a scan."""
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+"""What moves the cursor, or sets a colour."""
+FRAME, SENTENCE = 10_000, 300
+"""Characters that a live display sends at once, at most, and of a finding on it."""
+FAILED = ("error", "crashed", "nonfinite", "inaccurate", "timeout")
 
 
 def main() -> None:
@@ -323,6 +358,8 @@ def figures_of(name: str, checkout: Path, folder: Path, device: str, limit: floa
     figures["ratio"] = figures["end"] / figures["calls"]
     if "bare" in figures:
         figures["to bare"] = figures["end"] / figures["bare"]
+    if "bare" in figures and figures["cause"] is not None:
+        figures["cause to bare"] = figures["cause"] / figures["bare"]
     return figures
 
 
@@ -359,40 +396,79 @@ def processor_seconds(command: list[str], checkout: Path) -> float:
 
 def scanned(checkout: Path, command: list[str], folder: Path, limit: float) -> dict[str, Any]:
     """What one scan with the code of ``checkout`` took, in seconds."""
-    events, saved, errors = folder / "events.json", folder / "scan.json", folder / "errors.txt"
+    events, saved = folder / "events.json", folder / "scan.json"
     for path in (events, saved):
         path.unlink(missing_ok=True)
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     watched = [sys.executable, "-c", WATCHED, str(started), str(events), "--no-settings", *command]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(checkout), *sys.path[1:]])}
-    with errors.open("wb") as stderr:
-        scan = subprocess.Popen(
-            [*watched, "--json", str(saved)], cwd=checkout, env=environment, stdout=subprocess.DEVNULL, stderr=stderr
-        )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(checkout), *sys.path[1:]]), "TERM": "xterm"}
+    terminal, its_end = pty.openpty()
+    fcntl.ioctl(its_end, termios.TIOCSWINSZ, struct.pack("HHHH", *SCREEN, 0, 0))
+    scan = subprocess.Popen(
+        [*watched, "--json", str(saved)], cwd=checkout, env=environment, stdout=its_end, stderr=its_end
+    )
+    os.close(its_end)
+    screen: list[tuple[float, str]] = []
+    reader = threading.Thread(target=read_screen, args=(terminal, started, screen))
+    reader.start()
+    try:
+        scan.wait(limit)
+    except subprocess.TimeoutExpired:
+        scan.send_signal(2)  # it saves what is known
         try:
-            scan.wait(limit)
+            scan.wait(30)
         except subprocess.TimeoutExpired:
-            scan.send_signal(2)  # it saves what is known
-            try:
-                scan.wait(30)
-            except subprocess.TimeoutExpired:
-                scan.kill()
-                scan.wait()
+            scan.kill()
+            scan.wait()
     end, after = time.monotonic() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+    reader.join()
+    os.close(terminal)
     if not saved.exists() or not events.exists():
-        raise ValueError(f"exit code {scan.returncode}: {errors.read_text(errors='replace')}")
+        raise ValueError(f"exit code {scan.returncode}: {''.join(text for _, text in screen)}")
     seen, result = json.loads(events.read_bytes()), json.loads(saved.read_bytes())
     rows = seen["rows"]
     return {
         "start": rows[0][0],
-        "first row": next((at for at, count, _ in rows if count > 1), end),
-        "failure": next((at for at, _, failed in rows if failed), None),
-        "rows": next((at for at, count, _ in rows if count == rows[-1][1]), end),
+        "first row": next((at for at, count in rows if count > 1), end),
+        "cause": cause_shown(screen, result),
+        "rows": next((at for at, count in rows if count == rows[-1][1]), end),
         "end": end,
         "processor": (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime),
         "status": {run["precision"]: run["status"] for run in result["runs"]},
         "steps": steps(seen["events"], end),
     }
+
+
+def read_screen(terminal: int, started: float, screen: list[tuple[float, str]]) -> None:
+    """Add what the terminal is sent to ``screen``, each part with its second, until the scan ends."""
+    while True:
+        try:
+            part = os.read(terminal, 1 << 16)
+        except OSError:  # no process has it any more
+            return
+        if not part:
+            return
+        text = CONTROL.sub("", part.decode(errors="replace"))
+        screen.append((time.monotonic() - started, "".join(text.split())))  # without breaks of lines
+
+
+def cause_shown(screen: list[tuple[float, str]], result: dict[str, Any]) -> float | None:
+    """When ``screen`` first shows why a run of ``result`` fails; ``None`` if none is explained."""
+    failed = {run["precision"] for run in result["runs"] if run["status"] in FAILED}
+    causes = []
+    for finding in result["diagnostics"]:
+        is_cause = finding["severity"] == "error" and finding.get("precision") in failed
+        if is_cause and finding.get("op") and finding.get("source") and finding.get("module") is not None:
+            named = [short_op(finding["op"]), module_name(finding["module"]), finding["source"]]
+            causes.append((f"{finding['code']}{finding['name']}", named))
+    last = ""
+    for at, part in screen:
+        last = (last + part)[-FRAME:]
+        for lead, named in causes:
+            sentence = last[last.rfind(lead) :][:SENTENCE] if lead in last else ""
+            if sentence and all(name in sentence for name in named):
+                return at
+    return None
 
 
 def steps(events: list[Any], end: float) -> dict[str, float]:
@@ -417,7 +493,8 @@ def render(data: dict[str, Any]) -> str:
         "calls",
         "start",
         "first row",
-        "failure",
+        "cause",
+        "cause to bare",
         "rows",
         "end",
         "processor",

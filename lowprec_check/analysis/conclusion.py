@@ -7,7 +7,7 @@ from typing import NamedTuple, get_args
 
 import msgspec
 
-from lowprec_check.analysis.findings import SEVERITIES
+from lowprec_check.analysis.findings import SEVERITIES, Headline, groups, headlines
 from lowprec_check.analysis.recommend import Advisor, recommend
 from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.analysis.statements.advice import basis
@@ -42,6 +42,22 @@ def conclude(result: ScanResult) -> ScanResult:
     if advice is not None and not advice.reason:
         advice = msgspec.structs.replace(advice, reason=basis(said))
     return msgspec.structs.replace(result, recommendation=advice, statements=said)
+
+
+def causes_so_far(result: ScanResult) -> list[Headline]:
+    """Why runs of an unfinished ``result`` fail, where an experiment has shown it.
+
+    What to do about it is left out: it rests on runs that may be missing.
+    """
+    if all(run.status in ("ok", "skipped") for run in result.runs):
+        return []
+    options, causes = result.options, list[Diagnostic]()
+    for finding in diagnose(result, options.get("select", ()), options.get("ignore", ())):
+        # Those about what an op raised are about gaps by which the run fails.
+        is_proven = finding.matters or finding.code.startswith("LP1")
+        if finding.severity == "error" and is_proven:
+            causes.append(msgspec.structs.replace(finding, help=None, help_template="", help_figures={}))
+    return headlines(groups(causes), None)
 
 
 def as_wanted(runs: Sequence[Run], keys: Sequence[RunKey]) -> list[Run]:

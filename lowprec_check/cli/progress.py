@@ -52,7 +52,7 @@ class Progress:
         self._show_rows(result)
 
     def judged(self, result: ScanResult) -> None:
-        """``result`` has a run more, which is judged but has not finished."""
+        """``result`` has a run that is judged, or explained, but has not finished."""
         self._show_rows(result)
 
     def line(self, run: str, doing: str, elapsed: float) -> str:
@@ -69,8 +69,8 @@ class Progress:
 
 @contextlib.contextmanager
 def progress(quiet: bool) -> Iterator[Progress]:
-    """On a terminal, the rows so far and a line on standard error that are updated; otherwise a
-    line every :data:`LINE_SECONDS`.
+    """On a terminal, the rows so far, why they fail, and a line on standard error that are updated;
+    otherwise why they fail, as soon as that is known, and a line every :data:`LINE_SECONDS`.
     """
     if quiet:
         yield Progress()
@@ -82,7 +82,15 @@ def progress(quiet: bool) -> Iterator[Progress]:
                 lambda line: shown().line(line), lambda result: shown().rows(result), lambda line: shown().kept(line)
             )
     else:
-        last = system.monotonic()
+        last, shown_causes = system.monotonic(), set[str]()
+
+        def show_causes(result: ScanResult) -> None:
+            from lowprec_check.analysis.conclusion import causes_so_far
+
+            for cause in causes_so_far(result):
+                if cause.lead not in shown_causes:
+                    shown_causes.add(cause.lead)
+                    print_status(f"{cause.lead}: {cause.text}")
 
         def show_sometimes(line: str) -> None:
             nonlocal last
@@ -90,7 +98,7 @@ def progress(quiet: bool) -> Iterator[Progress]:
                 last = system.monotonic()
                 print_status(line)
 
-        yield Progress(show_sometimes, keep=print_status)
+        yield Progress(show_sometimes, show_causes, print_status)
 
 
 class _Display(NamedTuple):
@@ -108,8 +116,9 @@ def _live_display(stack: contextlib.ExitStack) -> _Display:
     from rich.spinner import Spinner
     from rich.text import Text
 
-    from lowprec_check.analysis.conclusion import without_early_times
-    from lowprec_check.report.blocks import Document
+    from lowprec_check.analysis.conclusion import causes_so_far, without_early_times
+    from lowprec_check.analysis.findings import MOST
+    from lowprec_check.report.blocks import Document, Say
     from lowprec_check.report.foreign_text import visible
     from lowprec_check.report.layout.text import NARROWEST, text
     from lowprec_check.report.runs_table import runs_table
@@ -122,7 +131,8 @@ def _live_display(stack: contextlib.ExitStack) -> _Display:
 
     def show_rows(result: ScanResult) -> None:
         # Times so far were taken one after another, not in rounds: they would mislead.
-        document = Document(title="", blocks=[runs_table(without_early_times(result))])
+        causes = [Say(cause.text, role="item", lead=cause.lead) for cause in causes_so_far(result)[:MOST]]
+        document = Document(title="", blocks=[runs_table(without_early_times(result)), *causes])
         rows = text(document, width=max(NARROWEST, console.width), color=True)
         live.update(Group(Text.from_ansi(rows), spinner))
 

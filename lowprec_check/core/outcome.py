@@ -67,6 +67,8 @@ class Outcome:
     """Whether the worker had done other tasks before."""
     seconds_in_op: float = 0.0
     """How long the op that ran at the end had been running."""
+    shown: Run | None = None
+    """The run as its row showed it last, before its worker ended."""
 
     def add(self, message: TaskMessage) -> None:
         """Store the content of a message."""

@@ -11,10 +11,11 @@ import pickle
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import msgspec
 import torch
 
 from lowprec_check.core.memory_limits import most_at_once
-from lowprec_check.core.messages import Started, TaskAnswer, TaskMessage, WeightRead, decode
+from lowprec_check.core.messages import GapFound, Started, TaskAnswer, TaskMessage, WeightRead, decode
 from lowprec_check.core.outcome import Outcome, describe_position
 from lowprec_check.core.tasks import ModelTask, RunTask
 from lowprec_check.core.worker import QUESTION, do_task, serve, work
@@ -27,6 +28,7 @@ from lowprec_check.process.breadcrumb import Breadcrumb, clear_shared, read_shar
 from lowprec_check.process.function_worker import Ended, FunctionWorker, Method
 from lowprec_check.process.process_group import PRIVATE, WHOLE_PROCESS
 from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor, describe_exit, signal_name
+from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.statements import percent
 from lowprec_check.torchkit.place_log import model_line
 
@@ -152,13 +154,15 @@ def _take_state(event: StateEvent[TaskWorker], outcome: Outcome, task: ModelTask
 
 
 def _report(event: Event, outcome: Outcome, task: ModelTask, source: TargetSource) -> None:
-    """Show as progress where the worker of ``task`` is, if the event says that it runs, or the
-    verdict on its run.
+    """Show as progress where the worker of ``task`` is, if the event says that it runs, or what is
+    new of its run.
     """
     if isinstance(event, MessageEvent):
+        run = _shown_from(event.message, outcome)
         is_row = isinstance(task, RunTask) and task.measured and task.so_far is None and not task.keep_fp32
-        if is_row and not task.is_reference and isinstance(event.message, RunSoFar) and not event.message.is_explained:
-            source.on_judged(event.message.run)
+        if is_row and not task.is_reference and run is not None and run != outcome.shown:
+            outcome.shown = run
+            source.on_judged(run)
         return
     if event.state != "running":
         return
@@ -173,6 +177,26 @@ def _report(event: Event, outcome: Outcome, task: ModelTask, source: TargetSourc
         doing = f"{doing}, {percent(read.share)} of the weights"
     so_far = None if task.is_reference else outcome.verdict_so_far
     source.report(name, f"{so_far} · {doing}" if so_far is not None else doing)
+
+
+def _shown_from(message: TaskMessage, outcome: Outcome) -> Run | None:
+    """The run as its row shows it from ``message`` on; ``None`` if that says nothing to show."""
+    run = outcome.run
+    if run is None:
+        return None
+    if isinstance(message, GapFound):
+        # The first that raises what the run raised is its cause; further ones wait for the end.
+        gaps, raised = outcome.gaps, run.exception
+        is_first = all(gap.message != message.gap.message for gap in gaps[:-1])
+        if raised is None or not is_first or message.gap.message not in raised.message:
+            return None
+        return msgspec.structs.replace(run, gaps=list(gaps))
+    if not isinstance(message, RunSoFar):
+        return None
+    if not message.is_explained:
+        return run
+    # That a run passes is known already. Shares of an error are still measured, and tested.
+    return None if run.status == "ok" else msgspec.structs.replace(run, budget=None)
 
 
 # -- Slow tasks side by side
