@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
 
-from lowprec_check.analysis.speed import TOLD, by_latency, in_rounds, told_on_device, waits_for_host
+from lowprec_check.analysis.speed import TOLD, by_latency, in_rounds, told_on_device
 from lowprec_check.features.times.speedups import (
     FEW,
     Rounds,
@@ -75,7 +75,7 @@ FAR = 1.5
 SAME = 1.1
 """A ratio is known if its interval is no wider than this, or lies on one side of 1 by as much."""
 MORE = 3.0
-"""Times as long where other programs use the cores, times vary, or some are unclear."""
+"""Times as long where other programs use the cores, times vary, or an accelerator's are unclear."""
 ROUNDS_SECONDS = 1.5
 """How long rounds are repeated."""
 FINAL = 3.0
@@ -83,7 +83,7 @@ FINAL = 3.0
 LEAST_WORK = 8
 """Turns that show whether the processor's clock changes."""
 UNTOLD = 10.0
-"""Times as long for the first :data:`ENOUGH` rounds, where a ratio is unclear without them."""
+"""Times as long for the first :data:`ENOUGH` rounds on a CPU, where a ratio is unclear without."""
 
 
 class RoundSchedule:
@@ -95,7 +95,7 @@ class RoundSchedule:
         seconds: float | None = None,
         *,
         final: bool = False,
-        patient: bool = False,
+        on_accelerator: bool = False,
         earlier: Sequence[Turns] = (),
         failing: Collection[int] = (),
     ) -> None:
@@ -103,15 +103,14 @@ class RoundSchedule:
         ``failing``: rows of which nobody asks whether they are a little faster.
         """
         # ``final``: rounds decide which row is the fastest, until all others are slower or as fast.
-        # ``patient``: rows that stay unclear get more than enough rounds, on an accelerator.
-        self._final, self._patient, self._failing = final, patient, failing
+        # ``on_accelerator``: its host varies, however long calls are timed.
+        self._final, self._on_accelerator, self._failing = final, on_accelerator, failing
         self.turns: list[dict[int, TurnTimed]] = [dict(turns) for turns in earlier] or [{} for _ in range(rows)]
         """By row, its turn in each round."""
         self.failures: dict[int, str] = {}
         """Why a row could not be timed, though it had run before."""
         if seconds is None:
-            # The events of an accelerator vary little.
-            seconds = ROUNDS_SECONDS * (FINAL if final and not patient else 1.0)
+            seconds = ROUNDS_SECONDS * (FINAL if final and not on_accelerator else 1.0)
         self._seconds = seconds
         self.preparing = 0.0
         """Seconds since the first round began that took no times: backends prepared models."""
@@ -138,18 +137,14 @@ class RoundSchedule:
         """Seconds of all rounds of ``rows``; ``follows``: they come after earlier ones."""
         fp32 = self.latency(0)
         latencies = [latency for latency in map(self.latency, rows[1:]) if latency is not None]
-        # Where the host limits calls its time varies, however many there are. Rounds that follow
-        # others are more in any case.
-        noisy = any(each.noisy and not waits_for_host(each) for each in (fp32, *latencies) if each is not None)
+        # Rounds that follow others are more in any case.
+        noisy = not self._on_accelerator and any(each.noisy for each in (fp32, *latencies) if each is not None)
         times = MORE if self.is_disturbed or (noisy and not follows) else 1.0
         speeds = [by_latency(each, each.speedup, fp32) for each in latencies if each.speedup is not None]
         untold = any(speed.told == "noisy" and speed.on_gpu is None for speed in speeds)
-        # The rounds before the final ones were patient.
-        if untold and not self._final:
-            if self.number < ENOUGH:
-                times = max(times, UNTOLD)
-            elif self._patient:
-                times = max(times, MORE)
+        # The rounds before the final ones had that time.
+        if untold and not self._final and self.number < ENOUGH:
+            times = max(times, MORE if self._on_accelerator else UNTOLD)
         return self._seconds * times
 
     def note(self, turn: TurnTimed | TurnFailed) -> None:

@@ -256,9 +256,9 @@ class TimeTask(ModelTask):
 
     def do(self, target: Target, send: Send, receive: Receive) -> None:
         """Cast the model in place for each turn, and send each. What backends made is kept."""
-        patient = torch.device(self.device).type != "cpu"
+        on_accelerator = torch.device(self.device).type != "cpu"
         schedule = RoundSchedule(
-            len(self.runs), final=self.final, patient=patient, earlier=self.earlier, failing=self.failing
+            len(self.runs), final=self.final, on_accelerator=on_accelerator, earlier=self.earlier, failing=self.failing
         )
         changes_parameters = any(run.changes_parameters for run in self.runs)
         snapshot = Snapshot(target.model, target.rewound, parameters=changes_parameters)

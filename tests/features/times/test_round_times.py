@@ -173,10 +173,10 @@ def test_what_varies_is_timed_longer_but_not_forever() -> None:
 
 
 def test_what_fails_is_timed_in_a_few_rounds_however_it_varies() -> None:
-    order = taken(RoundSchedule(3, seconds=60, patient=True, failing=[1]), [1.0, 1.0, 1.0], noise=0.5)
+    order = taken(RoundSchedule(3, seconds=60, on_accelerator=True, failing=[1]), [1.0, 1.0, 1.0], noise=0.5)
     assert [row for rows in order for row in rows].count(1) == FEW
     assert len(order) == MOST
-    order = taken(RoundSchedule(3, seconds=60, patient=True, failing=[1, 2]), [1.0, 1.0, 1.0], noise=0.5)
+    order = taken(RoundSchedule(3, seconds=60, on_accelerator=True, failing=[1, 2]), [1.0, 1.0, 1.0], noise=0.5)
     assert len(order) == FEW
 
 
@@ -187,6 +187,12 @@ def test_rounds_are_timed_as_long_as_time_is_left_and_longer_if_they_are_noisy(
     schedule = RoundSchedule(2, seconds=4)
     monkeypatch.setattr(system, "monotonic", lambda: schedule.number * seconds_of_a_round)
     assert len(taken(schedule, [1.0, 1.02], noise)) == rounds
+
+
+def test_an_accelerator_whose_host_varies_gets_enough_rounds_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = RoundSchedule(2, seconds=4, on_accelerator=True)
+    monkeypatch.setattr(system, "monotonic", lambda: schedule.number)
+    assert len(taken(schedule, [1.0, 1.0], noise=0.5)) == ENOUGH
 
 
 def test_a_ratio_that_cannot_be_told_gets_enough_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +228,7 @@ def test_final_rounds_go_on_from_those_before(monkeypatch: pytest.MonkeyPatch) -
 
 def test_final_rounds_keep_to_their_time_however_ratios_to_fp32_vary(monkeypatch: pytest.MonkeyPatch) -> None:
     earlier = [{number: turn(row, number, 1.0) for number in range(FEW)} for row in range(3)]
-    final = RoundSchedule(3, seconds=12, final=True, patient=True, earlier=earlier)
+    final = RoundSchedule(3, seconds=12, final=True, on_accelerator=True, earlier=earlier)
     monkeypatch.setattr(system, "monotonic", lambda: final.number * 4)
     taken(final, [1.0, 1.0, 1.0], noise=0.5)
     assert len(final.turns[1]) == FEW + 3

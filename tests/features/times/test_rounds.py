@@ -149,7 +149,7 @@ def test_a_run_that_fails_while_it_is_timed_costs_only_its_own_times(
 
 
 class FillsCache(nn.Module):
-    """Its first call makes a table that the others use, which takes 0.2 s; in bf16 a call takes 15 ms, else 60."""
+    """Its first call makes a table that the others use, which takes 0.3 s; in bf16 a call takes 30 ms, else 120."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,9 +157,9 @@ class FillsCache(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.table is None:
-            time.sleep(0.2)
+            time.sleep(0.3)
             self.table = torch.zeros(8)
-        time.sleep(0.015 if x.dtype == torch.bfloat16 else 0.06)
+        time.sleep(0.03 if x.dtype == torch.bfloat16 else 0.12)
         return self.linear(x) + self.table.to(x.dtype)
 
 
@@ -176,7 +176,7 @@ def test_what_a_first_call_makes_for_others_is_part_of_no_time(
     assert not half.judged_by_one_call
     for run in (fp32, half, bfloat16):
         assert run.latency is not None
-        assert run.latency.median_ms < 140
+        assert run.latency.median_ms < 200
     assert bfloat16.latency is not None
     assert bfloat16.latency.speedup is not None
     assert bfloat16.latency.speedup.median > 2
