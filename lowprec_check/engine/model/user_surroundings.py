@@ -49,7 +49,7 @@ class Surroundings:
         """Make all as it was; remove exit ``handlers`` and threads that redraw progress bars."""
         for registered in handlers:
             atexit.unregister(registered)
-        for thread in [thread for thread in threading.enumerate() if type(thread).__module__ in _PROGRESS]:
+        for thread in threads_of_progress():
             getattr(thread, _PROGRESS[type(thread).__module__])()
             thread.join(1.0)
         # Modes of torch
@@ -88,6 +88,11 @@ class Surroundings:
 
 
 _never_left: list[Any] = []
+
+
+def threads_of_progress() -> list[threading.Thread]:
+    """Those that redraw progress bars, for which nothing waits."""
+    return [thread for thread in threading.enumerate() if type(thread).__module__ in _PROGRESS]
 
 
 def _hooks_of_torch() -> list[tuple[str, int]]:

@@ -19,7 +19,7 @@ from lowprec_check.features.fix.script_fixes import Fault, faults
 from lowprec_check.features.fix.script_precision import DEFAULT, FAILS, Adoption, Change, TriedScript, limit_of
 from lowprec_check.features.fix.seen_values import ScriptFacts, ScriptPlace
 from lowprec_check.features.fix.source_text import SourceText, edited, unified_diff
-from lowprec_check.features.fix.source_trial import ScriptTrial, try_script
+from lowprec_check.features.fix.source_trial import ScriptTrial, fails_again, try_script
 from lowprec_check.process import Isolation, system
 from lowprec_check.schema.fixing import Fixing, LeftAlone, ScriptProof
 from lowprec_check.schema.op_calls import OpCall
@@ -123,7 +123,7 @@ class _Search:
             raise self._differs()
 
     def _differs(self) -> UsageError:
-        seed = "Seed all that it draws: torch.manual_seed(0)."
+        seed = "Seed all that it draws, as by torch.manual_seed(0), and read nothing that an earlier run has written."
         return UsageError(f"Two runs of {self.spec.name} in fp32 differ, so no change can be judged.", seed)
 
     def _running_again(self, before: ScriptFacts) -> tuple[list[Change], Fixing]:
@@ -229,22 +229,25 @@ class _Search:
         given = self.spec.arguments if arguments is None else tuple(arguments)
         trial = ScriptTrial(path=path, arguments=given, steps=steps, twice=is_first)
         options = ScanOptions(seed=self.options.seed)
+        facts, failure = None, ""
         try:
             spec = self.spec._replace(sources=texts, arguments=given)
             facts = try_script(spec, options, self.isolation, trial, SECONDS)
         except (UsageError, ProcessLostError) as error:
             if is_first:
                 raise
-            return TriedScript(None, f"{FAILS}: {first_line(message_of(error))}")
-        if is_first:
+            failure = first_line(message_of(error))
+        if is_first and facts is not None:
             self._fp32 = facts.fp32
-        elif facts.fp32 != self._fp32 and not self._is_repeated:
+        elif self._fp32 and not self._is_repeated and (facts is None or facts.fp32 != self._fp32):
             # Forks of one process had the same start; perhaps another process has another
             self._is_repeated = True
-            again = self._tried([], self.spec.arguments).facts
-            if again is not None and again.fp32 != self._fp32:
+            again = self._tried([], self.spec.arguments)
+            if again.facts is None:
+                raise fails_again(again.failure.removeprefix(f"{FAILS}: "))
+            if again.facts.fp32 != self._fp32:
                 raise self._differs()
-        return TriedScript(facts, "")
+        return TriedScript(facts, failure and f"{FAILS}: {failure}")
 
     def _fixing(
         self,

@@ -10,6 +10,7 @@ import inspect
 import io
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ from lowprec_check.engine.model.target_source import TargetSource, cuda_asked_in
 from lowprec_check.engine.model.target_spec import TargetSpec
 from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.engine.model.user_module import Rewrite, separate_imports, use_sources
+from lowprec_check.engine.model.user_surroundings import threads_of_progress
 from lowprec_check.errors import UsageError, encodable, first_line, message_of
 from lowprec_check.features.fix.fix_sites import fails
 from lowprec_check.features.fix.script_fixes import faults
@@ -52,6 +54,9 @@ from lowprec_check.torchkit.isolation import (
     forked,
     isolated,
     isolation_on,
+    read_from,
+    read_positions,
+    threads_end,
 )
 from lowprec_check.torchkit.output_comparison import digest_of
 from lowprec_check.torchkit.pytree import leaves
@@ -258,20 +263,25 @@ class ScriptTrial:
     def run(self, spec: TargetSpec, options: ScanOptions, *, may_fork: bool = True) -> ScriptFacts:
         """What was found; the script runs again where forks cannot be used."""
         use_sources(dict(spec.sources))
-        found: list[ScriptFacts] = []
+        found, running = list[ScriptFacts](), threading.enumerate()
         with separate_imports(), contextlib.ExitStack() as before_forks:
             before_forks.enter_context(cuda_asked_in_a_fork())
             before_forks.enter_context(one_thread())
 
             def branches(steps: Steps) -> None:
+                positions = read_positions() if may_fork else {}
+
                 def made(*, fp32: bool, noise: bool = False) -> _Made:
                     def go_on() -> _Made:
                         before_forks.close()
+                        read_from(positions)
                         return _made(steps(fp32, noise))
 
                     return forked(go_on, _Made)
 
-                if may_fork and not accelerator_in_use():
+                # Threads are not copied, and steps may wait for them, or do without
+                is_alone = threads_end(known=[*running, *threads_of_progress()])
+                if may_fork and is_alone and not accelerator_in_use():
                     with contextlib.suppress(ForkLostError):
                         found.append(self._facts(made, lambda: forked(self._observed, ScriptFacts), options))
 
@@ -306,6 +316,8 @@ class ScriptTrial:
             if self.twice or not is_in_fp32:
                 as_it_is = made(fp32=False)
         except UsageError as error:
+            if is_in_fp32:
+                raise fails_again(message_of(error)) from error
             if all(use.is_harmless for use in in_fp32.facts.amp):
                 raise
             as_it_is = _Made(facts=msgspec.structs.replace(in_fp32.facts, failure=first_line(message_of(error))))
@@ -346,6 +358,12 @@ class ScriptTrial:
         except UsageError:
             observed = None
         return ScriptFacts(steps=0, amp=() if observed is None else observed.amp)
+
+
+def fails_again(message: str) -> UsageError:
+    """The error of a script that has made its steps, and then fails with ``message``."""
+    runs = "Its steps are made several times, and the files that it makes stay: let it run where they exist."
+    return UsageError(f"The script fails when it runs again: {first_line(message)}", runs)
 
 
 class _Made(msgspec.Struct, kw_only=True):

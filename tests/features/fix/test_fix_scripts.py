@@ -436,3 +436,24 @@ def test_options_and_targets_of_models_are_refused(call: Call, tmp_path: Path) -
     done = call("fix", "train.py", "-q", "--steps", "3", folder=tmp_path)
     assert done.returncode == 2
     assert "Add --train" in done.stderr
+
+
+@pytest.mark.parametrize("place", ["before the steps", "after the first"])
+def test_a_script_that_cannot_run_twice_is_an_error_not_a_failed_change(place: str, call: Call, tmp_path: Path) -> None:
+    makes = 'import os; os.mkdir("made")'
+    first, later = (makes, "pass") if place == "before the steps" else ("pass", f"if not number: {makes}")
+    (tmp_path / "train.py").write_text(
+        f"""{HEAD}
+{first}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number, (x, y) in enumerate(zip(X.split(32), Y.split(32))):
+    optimizer.zero_grad()
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+    {later}
+"""
+    )
+    done = call("fix", "train.py", "-q", "--train", folder=tmp_path)
+    assert done.returncode == 2
+    assert "fails when it runs again: FileExistsError" in done.stderr

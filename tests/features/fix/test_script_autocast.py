@@ -29,6 +29,7 @@ from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.statements import Sentence
 from lowprec_check.schema.training import TrainingSetup
+from lowprec_check.torchkit.output_comparison import digest_of
 
 HEAD = """\
 import torch
@@ -210,6 +211,48 @@ def test_a_script_runs_once_and_makes_its_steps_as_often_as_the_verdict_needs(
     assert facts[True].fp32 == facts[False].fp32 != ""
     assert facts[True].distance == facts[False].distance == 0.0
     assert bool(facts[True].autocast) == is_other
+
+
+READS_A_FILE = """
+rows = open(__file__)
+for x, y in batches:
+    optimizer.zero_grad()
+    scale = 1 + len(rows.readline())  # each step has a line of its own
+    F.mse_loss(scale * model(x), y).backward()
+    optimizer.step()
+rows.close()
+"""
+WAITS_FOR_A_THREAD = """
+import queue
+import threading
+ready = queue.Queue(1)
+threading.Thread(target=lambda: [ready.put(batch) for batch in batches], daemon=True).start()
+for _ in batches:
+    x, y = ready.get()
+    optimizer.zero_grad()
+    F.mse_loss(model(x), y).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("loop", [READS_A_FILE, WAITS_FOR_A_THREAD])
+def test_forks_read_a_file_where_the_script_does_and_wait_for_no_thread(
+    loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, lost = tmp_path / "train.py", list[object]()
+    path.write_text(HEAD + loop)
+
+    def note(error: source_trial.ForkLostError) -> None:
+        lost.append(error)
+
+    monkeypatch.setattr(source_trial.ForkLostError, "__init__", note)
+    trial = source_trial.ScriptTrial(path=str(path), arguments=(), steps=8, twice=True)
+    facts = trial.run(TargetSpec(str(path)), ScanOptions())
+    assert not facts.problem
+    assert not lost
+    assert facts.runs_again == (loop == WAITS_FOR_A_THREAD)
+    plain = run(f"__file__ = {str(path)!r}\n{HEAD}{loop}")
+    assert facts.fp32 == digest_of([p.detach().double() for p in plain["model"].parameters()])
 
 
 def run(text: str) -> dict[str, Any]:
