@@ -375,7 +375,7 @@ def _in_source(words: str, source: SourceText, anchor: ast.AST, edit: Edit) -> S
 
 # -- The search for what passes
 
-FAILS = "the script fails"
+FAILS, IDLE = "the script fails", "nothing is computed in 16 bits"
 
 DEFAULT = ("autocast-bf16", "autocast-fp16")
 """What is tried, in this order, unless a precision is asked for."""
@@ -464,6 +464,8 @@ class Adoption:
         words = f"autocast to {dtype}"
         changes = autocast_changes(self._before, self._locate, dtype)
         yield words, changes if isinstance(changes, str) else [*changes, *scaler]
+        if self.left[-1][1].startswith(IDLE):
+            return
         # Code that fails, as that of NumPy without bf16, needs fp32 later; else the loss may
         widens: Widened = "read later" if self.left[-1][1].startswith(FAILS) else "outputs"
         others = autocast_changes(self._before, self._locate, dtype, widens)
@@ -504,6 +506,9 @@ class Adoption:
             return after.problem
         if dtype not in after.autocast:
             return f"it does not enter autocast to {dtype} on {after.device}"
+        # As where blocks of the script switch autocast off
+        if after.distance == 0.0:
+            return f"{IDLE}: the weights are those of fp32 bit for bit"
         if after.low_weights:
             return f"it trains weights in {after.low_weights[0]}"
         # A switch may change more than the dtype, as how batches are padded
