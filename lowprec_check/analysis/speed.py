@@ -157,9 +157,12 @@ def launch_bound(run: Run) -> bool:
 
 def waits_for_host(latency: Latency) -> bool:
     """Whether these are times of an accelerator that waits for the host."""
-    if latency.host_ms is None or latency.device_ms is None:
-        return False
-    return latency.host_ms >= ON_HOST * latency.median_ms and latency.device_ms <= ON_DEVICE * latency.median_ms
+    return leaves_device_idle(latency) and (latency.host_ms or 0.0) >= ON_HOST * latency.median_ms
+
+
+def leaves_device_idle(latency: Latency) -> bool:
+    """Whether these are times of an accelerator that works in a part of them only."""
+    return latency.device_ms is not None and latency.device_ms <= ON_DEVICE * latency.median_ms
 
 
 def told_on_device(latency: Latency) -> float | None:

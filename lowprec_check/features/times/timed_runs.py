@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lowprec_check.analysis.run_summary import candidates, passes_all
-from lowprec_check.analysis.speed import FAILED_WHILE_TIMED, TOLD, waits_for_host
+from lowprec_check.analysis.speed import FAILED_WHILE_TIMED, TOLD, leaves_device_idle
 from lowprec_check.core.feature_hooks import TimedRuns
 from lowprec_check.core.launcher import Launcher
 from lowprec_check.core.messages import Receive, Send, Started, TaskAnswer, TaskMessage
@@ -156,7 +156,7 @@ def _rivals(timed: Sequence[Run], latencies: Mapping[RunKey, Latency], mode: Mod
     may_gain = [(run, speedup) for run, speedup in speedups if speedup.high >= max(most, LEAST_GAIN)]
     rivals = sorted(may_gain, key=lambda rival: -rival[1].high)
     is_told = all(speedup.high <= TOLD * speedup.low for _, speedup in rivals)
-    is_told |= all(waits_for_host(latencies[run.key]) for run, _ in rivals)
+    is_told |= all(leaves_device_idle(latencies[run.key]) for run, _ in rivals)
     if len(rivals) < 2 or is_told:
         return []
     return [run for run, _ in rivals[:AT_ONCE]]
