@@ -7,7 +7,7 @@ from typing import NamedTuple, get_args
 
 import msgspec
 
-from lowprec_check.analysis.findings import SEVERITIES, Headline, groups, headlines
+from lowprec_check.analysis.findings import SEVERITIES
 from lowprec_check.analysis.recommend import Advisor, recommend
 from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.analysis.statements.advice import basis
@@ -44,7 +44,11 @@ def conclude(result: ScanResult) -> ScanResult:
     return msgspec.structs.replace(result, recommendation=advice, statements=said)
 
 
-def causes_so_far(result: ScanResult) -> list[Headline]:
+RAISED = ("LP1", "LP204", "LP305")
+"""Codes, or their beginnings, of what an op raises; an error is one by which the run fails."""
+
+
+def causes_so_far(result: ScanResult) -> list[Diagnostic]:
     """Why runs of an unfinished ``result`` fail, where an experiment has shown it.
 
     What to do about it is left out: it rests on runs that may be missing.
@@ -53,11 +57,9 @@ def causes_so_far(result: ScanResult) -> list[Headline]:
         return []
     options, causes = result.options, list[Diagnostic]()
     for finding in diagnose(result, options.get("select", ()), options.get("ignore", ())):
-        # Those about what an op raised are about gaps by which the run fails.
-        is_proven = finding.matters or finding.code.startswith("LP1")
-        if finding.severity == "error" and is_proven:
+        if finding.severity == "error" and (finding.matters or finding.code.startswith(RAISED)):
             causes.append(msgspec.structs.replace(finding, help=None, help_template="", help_figures={}))
-    return headlines(groups(causes), None)
+    return causes
 
 
 def as_wanted(runs: Sequence[Run], keys: Sequence[RunKey]) -> list[Run]:

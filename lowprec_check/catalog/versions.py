@@ -47,8 +47,8 @@ def own_version() -> str:
 
 def installed_release() -> str:
     """`2.13` for torch 2.13.0+cpu; empty if torch is not installed. Does not import torch."""
-    names = (re.fullmatch(r"torch-(.+)\.dist-info", os.path.basename(folder)) for folder in metadata_folders())
-    version = next((name[1] for name in names if name), None) or installed_version("torch")
-    if version:
-        return release_of(version)
-    return ""
+    pattern = r"torch(?:-([^-]+)(?:-py.+)?)?\.(?:dist|egg)-info"
+    names = (re.fullmatch(pattern, os.path.basename(folder), re.IGNORECASE) for folder in metadata_folders())
+    name = next(filter(None, names), None)
+    version = (name and name[1]) or installed_version("torch")
+    return release_of(version) if version else ""

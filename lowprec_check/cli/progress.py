@@ -82,15 +82,11 @@ def progress(quiet: bool) -> Iterator[Progress]:
                 lambda line: shown().line(line), lambda result: shown().rows(result), lambda line: shown().kept(line)
             )
     else:
-        last, shown_causes = system.monotonic(), set[str]()
+        last, shown_causes = system.monotonic(), set[tuple[str, str | None]]()
 
         def show_causes(result: ScanResult) -> None:
-            from lowprec_check.analysis.conclusion import causes_so_far
-
-            for cause in causes_so_far(result):
-                if cause.lead not in shown_causes:
-                    shown_causes.add(cause.lead)
-                    print_status(f"{cause.lead}: {cause.text}")
+            for lead, text in _causes(result, shown_causes):
+                print_status(f"{lead}: {text}")
 
         def show_sometimes(line: str) -> None:
             nonlocal last
@@ -99,6 +95,19 @@ def progress(quiet: bool) -> Iterator[Progress]:
                 print_status(line)
 
         yield Progress(show_sometimes, show_causes, print_status)
+
+
+def _causes(result: ScanResult, shown: set[tuple[str, str | None]]) -> list[tuple[str, str]]:
+    """Why runs fail, as lead and text. Those ``shown``, each a code and a run, are left out, and
+    others added: what a code says of further ops of a run is in the report.
+    """
+    from lowprec_check.analysis.conclusion import causes_so_far
+    from lowprec_check.analysis.findings import MOST, groups, headlines
+
+    causes = [cause for cause in causes_so_far(result) if (cause.code, cause.run_label) not in shown]
+    shown.update((cause.code, cause.run_label) for cause in causes)
+    predicted = "predicted: " if result.prediction is not None else ""
+    return [(f"{predicted}{line.lead}", line.text) for line in headlines(groups(causes), None)[:MOST]]
 
 
 class _Display(NamedTuple):
@@ -116,8 +125,7 @@ def _live_display(stack: contextlib.ExitStack) -> _Display:
     from rich.spinner import Spinner
     from rich.text import Text
 
-    from lowprec_check.analysis.conclusion import causes_so_far, without_early_times
-    from lowprec_check.analysis.findings import MOST
+    from lowprec_check.analysis.conclusion import without_early_times
     from lowprec_check.report.blocks import Document, Say
     from lowprec_check.report.foreign_text import visible
     from lowprec_check.report.layout.text import NARROWEST, text
@@ -131,9 +139,13 @@ def _live_display(stack: contextlib.ExitStack) -> _Display:
 
     def show_rows(result: ScanResult) -> None:
         # Times so far were taken one after another, not in rounds: they would mislead.
-        causes = [Say(cause.text, role="item", lead=cause.lead) for cause in causes_so_far(result)[:MOST]]
-        document = Document(title="", blocks=[runs_table(without_early_times(result)), *causes])
-        rows = text(document, width=max(NARROWEST, console.width), color=True)
+        table, width = runs_table(without_early_times(result)), max(NARROWEST, console.width)
+        causes = [Say(cause, role="item", lead=lead) for lead, cause in _causes(result, set())]
+        rows = text(Document(title="", blocks=[table, *causes]), width=width, color=True)
+        # the line below them must not leave the screen
+        while causes and rows.count("\n") >= console.height - 1:
+            causes.pop()
+            rows = text(Document(title="", blocks=[table, *causes]), width=width, color=True)
         live.update(Group(Text.from_ansi(rows), spinner))
 
     return _Display(show_line, show_rows, lambda line: console.print(Text(visible(line))))

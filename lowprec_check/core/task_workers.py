@@ -195,8 +195,17 @@ def _shown_from(message: TaskMessage, outcome: Outcome) -> Run | None:
         return None
     if not message.is_explained:
         return run
-    # That a run passes is known already. Shares of an error are still measured, and tested.
-    return None if run.status == "ok" else msgspec.structs.replace(run, budget=None)
+    # That it passes is known already. What is still tested is no cause yet: shares of an error, and
+    # what each place does alone, but for the first from which NaN or Inf reaches the output.
+    if run.status == "ok":
+        return None
+    reaches = run.op_calls.reaches_output
+    if True in reaches:
+        first = reaches.index(True) + 1
+        untested = [None if reached else reached for reached in reaches[first:]]
+        op_calls = msgspec.structs.replace(run.op_calls, reaches_output=[*reaches[:first], *untested])
+        run = msgspec.structs.replace(run, op_calls=op_calls)
+    return msgspec.structs.replace(run, budget=None)
 
 
 # -- Slow tasks side by side

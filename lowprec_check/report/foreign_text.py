@@ -125,8 +125,8 @@ _ASCII = {pair[0]: pair[1:] for pair in _WRITTEN.split()}
 _SPINNER = "\u2800", "\u28ff"
 """The Braille patterns, which Rich animates while a scan runs."""
 
-_NEXT_GAP = re.compile(r"(?P<cell>[!-~]*(?: [!-~]+)*)(?P<spaces> {2,})")
-"""The ASCII text up to the next two or more spaces, as between the columns of a table."""
+_NEXT_GAP = re.compile(r"(?P<cell>[\x1b!-~]*(?: [\x1b!-~]+)*)(?P<spaces> {2,})")
+"""The ASCII text, maybe with colours, up to two or more spaces, as between columns of a table."""
 
 
 def transliterated(text: str) -> str:

@@ -22,6 +22,7 @@ from shared_result import run, shared_result
 from lowprec_check.analysis.statements.advice import verdict
 from lowprec_check.catalog import versions
 from lowprec_check.features.plan.report import plan_document
+from lowprec_check.report.blocks import Document, Pairs
 from lowprec_check.report.foreign_text import TRANSLITERATE, transliterated
 from lowprec_check.report.layout.text import Screen, print_table
 from lowprec_check.report.layout.text import text as document_text
@@ -280,6 +281,14 @@ def test_what_an_encoding_has_is_kept() -> None:
     assert "≤ × ä".encode("utf-8", TRANSLITERATE).decode() == "≤ × ä"
 
 
+def test_columns_stay_aligned_in_colour_too() -> None:
+    printed = Screen(80, color=True)
+    print_table(printed, ["a", "b"], [[[("since ≤2.1", "green")], [("x", "")]], [[("since 2.11", "")], [("x", "")]]])
+    shown = printed.text.encode("ascii", TRANSLITERATE).decode()
+    _, first, second = re.sub(r"\x1b\[\d*m", "", shown).splitlines()
+    assert (first, second) == ("since <=2.1 x", "since 2.11  x")
+
+
 @given(st.text())
 def test_any_text_can_be_written(value: str) -> None:
     for encoding in ("ascii", "cp1252", "shift_jis", "utf-8"):
@@ -383,6 +392,23 @@ def test_op_starts_with_the_installed_torch(monkeypatch: pytest.MonkeyPatch, cal
     ]
 
 
+@pytest.mark.parametrize(
+    ("folder", "release"),
+    [
+        ("torch-2.8.0+cu128.dist-info", "2.8"),
+        ("Torch-2.7.1-py3.12.egg-info", "2.7"),
+        ("torch_geometric-2.5.0.dist-info", "2.6"),
+    ],
+)
+def test_the_first_torch_on_the_path_is_the_installed_one(
+    folder: str, release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (folder, "later/torch-2.6.0.dist-info"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), str(tmp_path / "later")])
+    assert versions.installed_release() == release
+
+
 def test_op_with_the_newest_torch_shows_it_once(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
     lines = op_with("2.15.1", monkeypatch, call)
     rows = [line.split()[:3] for line in lines if line.startswith(("cpu ", "cuda ", "xpu ")) and ":" not in line]
@@ -448,6 +474,10 @@ def test_a_result_in_a_notebook_is_the_table() -> None:
     assert "<script" not in nasty
     assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp;" in nasty
     assert not set("\x1b\u202e") & set(nasty)
+
+
+def test_a_list_of_pairs_may_be_empty() -> None:
+    assert document_text(Document("Environment", [Pairs(pairs=[])])) == ""
 
 
 def test_a_colored_screen_has_no_markup_of_others() -> None:

@@ -206,7 +206,7 @@ def print_table(
             rows = [[*row[:-1], _cut(row[-1], screen.width - fixed)] for row in rows]
         limits = [*widths[:figures], screen.width - fixed]
         folded = [[_wrapped(cell, limit) for cell, limit in zip(row, limits, strict=False)] for row in [*head, *rows]]
-        widths = [max(_width(line) for row in folded for line in row[index]) for index in range(len(names))]
+        widths = [max(_width(line) for cell in column for line in cell) for column in zip(*folded, strict=True)]
         for cells in folded:
             for lines in itertools.zip_longest(*cells, fillvalue=()):
                 screen.print(*_in_columns(names, lines, widths, right), wraps=False)
