@@ -27,6 +27,7 @@ from lowprec_check.engine.model.user_surroundings import replaced
 from lowprec_check.engine.model.without_extension import without_extension
 from lowprec_check.features.fix.seen_values import ForwardPass, ScriptFacts, ScriptOption, ScriptPlace
 from lowprec_check.process import system
+from lowprec_check.schema.axes import accelerators
 from lowprec_check.torchkit.autograd import nodes_of
 from lowprec_check.torchkit.devices import seed_everything
 from lowprec_check.torchkit.floating_dtypes import NARROW
@@ -329,8 +330,9 @@ class StepWatch(ThreadObserver):
             in_fp32 += [(place, name, self._in_fp32(function)) for place, name, function in cleared]
             observed = [*in_fp32, *observed]
             # Each fork needs workers of its own, and a device that no other process has initialized
-            in_forks = [(_MultiProcessingDataLoaderIter, "__init__"), (torch.cuda, "_lazy_init")]
-            observed += [(place, name, self._in_fork) for place, name in in_forks]
+            observed.append((_MultiProcessingDataLoaderIter, "__init__", self._in_fork))
+            modules = (getattr(torch, name, None) for name in accelerators())
+            observed += [(module, "_lazy_init", self._in_fork) for module in modules if hasattr(module, "_lazy_init")]
         for place in (nn.utils, nn.utils.clip_grad):
             observed += [(place, f"clip_grad_{what}_", self._clip) for what in ("norm", "value")]
         with contextlib.ExitStack() as stack:
