@@ -37,7 +37,7 @@ from lowprec_check.cli.main import main
 from lowprec_check.core.feature_hooks import features
 from lowprec_check.core.launcher import Launcher
 from lowprec_check.features.printed_code import run as printed_code
-from lowprec_check.features.times import rounds, turns
+from lowprec_check.features.times import event_times, rounds, turns
 from lowprec_check.report.registry import render
 from lowprec_check.schema.axes import BACKENDS, Backend
 from lowprec_check.schema.scan_result import ScanResult
@@ -118,7 +118,8 @@ def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     They are nine tenths of the scan of a small model otherwise, and more where other programs use the cores.
     """
     monkeypatch.setattr(rounds, "ROUNDS_SECONDS", 0.0)
-    monkeypatch.setattr(turns, "TURN_SECONDS", 1e-9)  # above 0: a call on one core is timed too
+    for module in (event_times, turns):
+        monkeypatch.setattr(module, "TURN_SECONDS", 1e-9)  # above 0: a call on one core is timed too
     monkeypatch.setattr(turns, "ONE_CORE_SECONDS", 0.05)
     monkeypatch.setattr(turns, "WORK_STEPS", 1000)
 

@@ -80,7 +80,7 @@ def wait_and_execute(loaded: Load | None, accelerator: str | None, channel: Chan
 
 
 def _load_libraries(device: torch.device) -> None:
-    """Those of convolutions and matrix products on a device; it takes a second."""
+    """Load what convolutions and matrix products need on a device, which takes a second."""
     with contextlib.suppress(Exception):
         ones = torch.ones(1, 16, 16, 16, device=device)
         torch.nn.functional.conv2d(ones @ ones, ones)

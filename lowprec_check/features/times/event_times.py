@@ -22,10 +22,12 @@ from lowprec_check.torchkit.source_location import call_model
 
 WARM_UP_SECONDS = 0.05
 """Before the first turn: an idle device has lowered its clocks. Later ones follow a call or two."""
-ENOUGH_SECONDS, LEAST_CALLS, MOST_CALLS = 0.02, 4, 50
-"""Calls of a turn: until they have taken so long together and are the least, or are the most."""
-LONG_SECONDS = 0.02
-"""Of calls as long as this, those between two waits for the device are enough."""
+LEAST_CALLS, MOST_CALLS = 4, 50
+"""Calls of a turn."""
+TURN_SECONDS = 0.02
+"""Shorter calls are repeated until they have taken so long together."""
+ENOUGH_SECONDS = 0.05
+"""After so long, fewer calls than the least will do."""
 MOST_SECONDS = 0.3
 """How long a turn may go on for that, with all that is done between calls."""
 MOST_AHEAD = 0.3
@@ -64,8 +66,8 @@ class EventCalls:
         while not again and system.perf_counter() - started < WARM_UP_SECONDS:
             self._times(1)
         seconds: list[float] = []
-        started = system.perf_counter()
-        while not _enough(seconds, least) and system.perf_counter() - started < max(MOST_SECONDS, least):
+        end = system.perf_counter() + max(MOST_SECONDS, least)
+        while not enough_calls(seconds, LEAST_CALLS, least) and system.perf_counter() < end:
             # The device was idle before the first call in a row.
             seconds += self._times(in_a_row)[1:]
         return seconds
@@ -119,11 +121,11 @@ class EventCalls:
         return _Call(start, end, host)
 
 
-def _enough(seconds: Sequence[float], least: float) -> bool:
-    total, least_calls = sum(seconds), LEAST_CALLS
-    if total >= LONG_SECONDS * len(seconds):
-        least_calls = 1
-    return len(seconds) >= MOST_CALLS or (len(seconds) >= least_calls and total >= max(ENOUGH_SECONDS, least))
+def enough_calls(seconds: Sequence[float], least_calls: int, least: float) -> bool:
+    """Whether calls that took ``seconds`` are enough for a turn of at least ``least`` s."""
+    count, total = len(seconds), sum(seconds)
+    enough = total >= ENOUGH_SECONDS or (count >= least_calls and total >= TURN_SECONDS)
+    return count >= MOST_CALLS or (enough and total >= least)
 
 
 class _Call(NamedTuple):

@@ -20,7 +20,7 @@ from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.errors import UsageError, one_line
-from lowprec_check.features.times.event_times import EventCalls, has_events
+from lowprec_check.features.times.event_times import MOST_CALLS, TURN_SECONDS, EventCalls, enough_calls, has_events
 from lowprec_check.features.times.rounds import LONG_SECONDS, NextTurn, RoundSchedule, TurnFailed, Turns, TurnTimed
 from lowprec_check.process import system
 from lowprec_check.schema.run_key import EAGER
@@ -56,11 +56,8 @@ PATIENCE = 0.15
 """How long calls are repeated, in seconds, to find some that nothing disturbed."""
 ONE_CORE_SECONDS = 0.5
 """How long calls on one core are repeated."""
-TURN_SECONDS = 0.02
-"""Shorter calls are repeated until they have taken so long together."""
-LEAST_CALLS, MOST_CALLS = 3, 50
-ENOUGH_SECONDS = 0.05
-"""After so long, fewer calls than :data:`LEAST_CALLS` will do."""
+LEAST_CALLS = 3
+"""Of a turn on a CPU, unless they are long."""
 REFUSED_SECONDS = 0.1
 """After so long, none will count: a compiler has threads of its own."""
 ALONE = 0.3
@@ -127,7 +124,8 @@ class TimedCalls:
             wait = longest or 0.0
             (disturbed if wait > DISTURBED * (now - since) else clean).extend(calls)
             waited += wait
-            if _enough(clean, least) or (now - started >= PATIENCE and _enough(clean + disturbed, least)):
+            is_over = now - started >= PATIENCE and enough_calls(clean + disturbed, LEAST_CALLS, least)
+            if is_over or enough_calls(clean, LEAST_CALLS, least):
                 break
             waits = system.CoreWaits()
             calls, since = self._burst(first), now
@@ -211,12 +209,6 @@ class TimedCalls:
         with warnings.catch_warnings():  # the plain run has shown them
             warnings.simplefilter("ignore")
             return run_once(self._ready, *self._inputs, self._task.seed)[1]
-
-
-def _enough(seconds: list[float], least: float) -> bool:
-    count, total = len(seconds), sum(seconds)
-    enough = total >= ENOUGH_SECONDS or (count >= LEAST_CALLS and total >= TURN_SECONDS)
-    return count >= MOST_CALLS or (enough and total >= least)
 
 
 # -- What a worker does

@@ -30,7 +30,7 @@ from lowprec_check.core.target_runs import open_runs
 from lowprec_check.core.tasks import ModelTask
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.model.target_source import TargetSource
-from lowprec_check.features.times import rounds, timed_runs, turns
+from lowprec_check.features.times import event_times, rounds, timed_runs, turns
 from lowprec_check.features.times.rounds import TurnTimed
 from lowprec_check.process import Isolation, system
 from lowprec_check.schema.measures import TimingConditions
@@ -45,7 +45,7 @@ ISOLATIONS = get_args(Isolation)
 @pytest.fixture
 def whole_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that waited for a core or a disk does not end its turn: samples are counted."""
-    monkeypatch.setattr(turns, "ENOUGH_SECONDS", float("inf"))
+    monkeypatch.setattr(event_times, "ENOUGH_SECONDS", float("inf"))
 
 
 @pytest.fixture
